@@ -1,0 +1,107 @@
+"""Fully sharded data parallel for PyTorch as pure functions over explicit state.
+
+Three ways in: the wrapper (``fully_shard`` and a normal optimizer), the functional path (``shard``, ``apply``,
+``value_and_grad`` and functional optimizers), and the primitives that both are made of.
+"""
+
+from fsdp_fn.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    latest_checkpoint,
+    load_checkpoint,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
+from fsdp_fn.collectives import Pending, gather_planes, reduce_scatter
+from fsdp_fn.events import Action, EventLog, LoggedEvent
+from fsdp_fn.functional import (
+    Template,
+    add_gradients,
+    apply,
+    gradients_of,
+    recording,
+    shard,
+    value_and_grad,
+    with_gradients,
+    without_gradients,
+)
+from fsdp_fn.groups import RankFault, axis_of
+from fsdp_fn.layout import (
+    BlockAtomic,
+    Flat,
+    Layout,
+    Segment,
+    TensorAtomic,
+    TensorSpec,
+    owned_range,
+    owner,
+    plan_layout,
+    row_bounds,
+    shard_range,
+)
+from fsdp_fn.module import FsdpModule, fully_shard, record_events, unit_states
+from fsdp_fn.optim import SGD, AdamW, OptimizerState
+from fsdp_fn.placement import Partial, Placements, Replicate, Sharded, zero3
+from fsdp_fn.planes import Phase, PlaneKind, planes_for_phase
+from fsdp_fn.policy import PrecisionPolicy, Release, SchedulePolicy
+from fsdp_fn.state import Axis, Buffer, Gathered, ModelState, UnitState
+
+__all__ = [
+    "SGD",
+    "Action",
+    "AdamW",
+    "Axis",
+    "BlockAtomic",
+    "Buffer",
+    "Checkpoint",
+    "CheckpointError",
+    "EventLog",
+    "Flat",
+    "FsdpModule",
+    "Gathered",
+    "Layout",
+    "LoggedEvent",
+    "ModelState",
+    "OptimizerState",
+    "Partial",
+    "Pending",
+    "Phase",
+    "Placements",
+    "PlaneKind",
+    "PrecisionPolicy",
+    "RankFault",
+    "Release",
+    "Replicate",
+    "SchedulePolicy",
+    "Segment",
+    "Sharded",
+    "Template",
+    "TensorAtomic",
+    "TensorSpec",
+    "UnitState",
+    "add_gradients",
+    "apply",
+    "axis_of",
+    "fully_shard",
+    "gather_planes",
+    "gradients_of",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "owned_range",
+    "owner",
+    "plan_layout",
+    "planes_for_phase",
+    "record_events",
+    "recording",
+    "reduce_scatter",
+    "remove_old_checkpoints",
+    "row_bounds",
+    "save_checkpoint",
+    "shard",
+    "shard_range",
+    "unit_states",
+    "value_and_grad",
+    "with_gradients",
+    "without_gradients",
+    "zero3",
+]

@@ -1,0 +1,128 @@
+"""Binding: one application of a template to a state, eager.
+
+Promises: full weights, their storage and every count live in the bound units, which ``apply`` makes and which the graph
+of its output alone keeps alive; two applications share nothing. The template's modules know their bound units while its
+forward or its backward runs, and are bare (meta tensors) in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_fn.bracket import Bracket, Unit
+from fsdp_fn.collectives import reduce_scatter
+from fsdp_fn.layout import Layout
+from fsdp_fn.runtime import fill_weights, weight_storage
+from fsdp_fn.state import UnitState, trainable_tensors
+from fsdp_fn.units import OwnedParameters
+
+BOUND = "_fsdp_bound"
+"""Attribute under which a template's module finds its bound unit while there is one."""
+
+
+@dataclass(frozen=True, eq=False)
+class UnitTemplate:
+    """One unit of a template: its module, its weights' slots on the bare modules, its layout, its traced gather."""
+
+    name: str
+    module: nn.Module
+    owned: OwnedParameters
+    layout: Layout
+    gather_function: type[torch.autograd.Function]
+
+
+@dataclass(frozen=True, eq=False)
+class BufferSlot:
+    """Where a module buffer stands: its full name, the dict that holds it, its name there."""
+
+    name: str
+    buffers: dict[str, Any]
+    key: str
+
+
+class BoundUnit(Unit):
+    """One unit of one application."""
+
+    def __init__(self, template: UnitTemplate, state: UnitState, bracket: Bracket, device: torch.device) -> None:
+        self.state = state
+        self.module = template.module
+        flats = dict(zip(state.main.held, state.main.segments, strict=True))
+        # Only a shard that wants a gradient makes its weights part of the graph.
+        self._wanted = tuple(index for index, flat in flats.items() if flat.requires_grad)
+        location = state.layout.location
+        differentiable = [i for i in trainable_tensors(state.layout) if location(i)[0] in self._wanted]
+        self._weights = weight_storage(state, device)
+        owned = template.owned
+        super().__init__(
+            state.name,
+            owned.slots,
+            owned.parameters,
+            owned.modules,
+            self._weights,
+            differentiable,
+            bracket,
+            device,
+            state.main.segments,
+        )
+
+    def gather(self) -> int:
+        """Fill the storage from the state's shards."""
+        return fill_weights(self._weights, self.state)
+
+    def deliver(self, grads: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Reduce, and give each shard its gradient through autograd."""
+        if not self._wanted:
+            return (None,) * len(self.shards)
+        by_tensor = dict(zip(self.differentiable, grads, strict=True))
+        reduced = reduce_scatter([by_tensor.get(i) for i in trainable_tensors(self.state.layout)], self.state)
+        return tuple(reduced.segment(i) if i in self._wanted else None for i in self.state.main.held)
+
+
+class BoundRoot(BoundUnit):
+    """The root's unit. It holds the others, and puts all of them on the modules for forward and for backward."""
+
+    def __init__(
+        self,
+        template: UnitTemplate,
+        state: UnitState,
+        bracket: Bracket,
+        device: torch.device,
+        others: Iterable[BoundUnit],
+        slots: tuple[BufferSlot, ...],
+        buffers: dict[str, torch.Tensor],
+    ) -> None:
+        super().__init__(template, state, bracket, device)
+        self.others = tuple(others)
+        self.buffer_slots = slots
+        self.buffers = buffers
+        self._bare: list[dict[str, Any]] = []
+
+    def bind(self) -> None:
+        """Put the units and the buffers on the template's modules."""
+        self._bare.append({slot.name: slot.buffers[slot.key] for slot in self.buffer_slots})
+        for slot in self.buffer_slots:
+            slot.buffers[slot.key] = self.buffers[slot.name]
+        for unit in (self, *self.others):
+            unit.module.__dict__[BOUND] = unit
+
+    def unbind(self) -> None:
+        """Take them off again, and keep the buffers as the modules left them."""
+        self.buffers = {slot.name: slot.buffers[slot.key] for slot in self.buffer_slots}
+        bare = self._bare.pop()
+        for slot in self.buffer_slots:
+            slot.buffers[slot.key] = bare[slot.name]
+        for unit in (self, *self.others):
+            unit.module.__dict__.pop(BOUND, None)
+
+    def before_backward(self) -> None:
+        """A checkpointed unit runs its forward again in backward, and finds its weights then too."""
+        self.bind()
+
+    def after_backward(self) -> None:
+        """The template is bare between uses."""
+        self.unbind()

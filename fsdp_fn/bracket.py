@@ -1,0 +1,385 @@
+"""Bracket: one unit's forward between two autograd functions, so that its full weights exist only while needed.
+
+Promises: the weights are gathered before the unit's forward and released after it, gathered again before any of its
+backward runs, and released when its last gradient is out, whatever happens in between: recomputation inside or
+around the unit, repeated use, unused weights, frozen weights, an exception. No weight is ever read while its storage
+is released: a read that would be is gathered for, or refused by name.
+
+[Note: Open and Close] ``_Open`` gives the weights to the module's forward, and a token; ``_Close`` takes the token and
+the outputs. Autograd runs ready nodes in the reverse order of their creation, so the backward of Close comes before
+every backward of the unit's own operations, and that of Open after all of them, with the gradients of all weights at
+once. Open also takes an anchor, a scalar that always requires a gradient, so that it runs in every full backward that
+entered Close, even where all weights are frozen or none is reached. The token has a gradient (a constant zero), for an
+undefined one would send Open to the CPU's queue and out of that order.
+
+[Note: leaves] Between the two, the modules hold *leaves*: tensors over the same storage with no history. What is
+recomputed inside the unit reads them; a reentrant checkpoint accumulates into their ``.grad``, which Open adds.
+
+[Note: sweep] ``autograd.grad`` for an input only never reaches Open. So the first Close of a backward queues a
+callback for its end, which releases what is still gathered. If that backward raises, the callback is dropped unrun;
+dropping it is then the signal to put everything back.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_fn.containers import map_tensors
+from fsdp_fn.escapes import WatchedModules, kept_tensors, watch_saved
+from fsdp_fn.events import Action, EventLog
+from fsdp_fn.planes import Phase
+from fsdp_fn.policy import Release
+from fsdp_fn.runtime import WeightStorage
+
+Slot = tuple[dict[str, Any], str, int]
+"""Where a weight stands: a module's ``_parameters``, its name in it, its index in the unit's layout."""
+
+
+def in_backward() -> bool:
+    """Whether the caller runs inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Bracket:
+    """What the units of one model share: the backward passes under way, and the log, if any."""
+
+    def __init__(self, release: Release, log: EventLog | None = None) -> None:
+        self.release = release
+        self.log = log
+        self._passes: dict[int, weakref.ref[_BackwardPass]] = {}
+
+    def current_pass(self) -> _BackwardPass:
+        """The backward pass that is running now; the first call in one queues the callback for its end."""
+        task = torch._C._current_graph_task_id()
+        reference = self._passes.get(task)
+        current = reference() if reference is not None else None
+        if current is None:
+            current = _BackwardPass()
+            self._passes = {k: r for k, r in self._passes.items() if r() is not None}
+            self._passes[task] = weakref.ref(current)
+            torch.autograd.Variable._execution_engine.queue_callback(current)
+        return current
+
+
+class _BackwardPass:
+    """What is open in one backward pass. Owned by the engine alone, so that its end is ours to see."""
+
+    def __init__(self) -> None:
+        self.calls: dict[UnitCall, None] = {}
+        self.kept: dict[Unit, None] = {}
+        self.delivered: dict[Unit, None] = {}
+        self._ended = False
+
+    def __call__(self) -> None:
+        """The backward pass ended as it should."""
+        self._close()
+        for unit in self.delivered:
+            unit.finish_backward()
+
+    def __del__(self) -> None:
+        if not self._ended:
+            self._close()
+            for unit in self.delivered:
+                unit.drop_backward()
+
+    def _close(self) -> None:
+        self._ended = True
+        for call in list(self.calls):
+            call.unit.leave_backward(call, self)
+        for unit in self.kept:
+            unit.drop_kept()
+
+
+class UnitCall:
+    """One call of a unit's forward, as its backward will need it."""
+
+    __slots__ = ("opened_at", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.opened_at = 0.0
+
+
+class Unit(ABC):
+    """A unit of a live model: its weights' storage, the modules' slots for them, and who is using them.
+
+    ``resting``: what the slots hold outside the unit's forward and backward. ``differentiable``: indices of the
+    tensors whose gradients are wanted. ``shards``: inputs of Open that get a gradient, in the functional path.
+    A path says, as a subclass, how weights are gathered and gradients delivered.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        slots: Sequence[Slot],
+        resting: Sequence[Any],
+        modules: Sequence[nn.Module],
+        storage: WeightStorage,
+        differentiable: Sequence[int],
+        bracket: Bracket,
+        device: torch.device,
+        shards: tuple[torch.Tensor, ...] = (),
+    ) -> None:
+        self.rename(name)
+        self.slots = tuple(slots)
+        self.resting = tuple(resting)
+        self.bracket = bracket
+        self.storage = storage
+        self.differentiable = tuple(differentiable)
+        self.shards = shards
+        self.anchor = torch.zeros((), requires_grad=True, device=device)
+        self.zero = torch.zeros((), device=device)
+        wanted = set(self.differentiable)
+        with torch.inference_mode(False):
+            self.leaves = tuple(v.detach().requires_grad_(i in wanted) for i, v in enumerate(storage.views))
+        self._modules = WatchedModules(modules)
+        self._uses = 0
+        self._kept = False
+        self._backward_calls = 0
+        self._installed: Sequence[Any] = self.resting
+
+    @abstractmethod
+    def gather(self) -> int:
+        """Fill the allocated storage; returns the bytes that travelled."""
+
+    @abstractmethod
+    def deliver(self, grads: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Take the gradients of the differentiable tensors; returns those of the shard inputs, if any."""
+
+    def finish_backward(self) -> None:  # noqa: B027 (optional)
+        """The backward pass in which gradients were delivered is over."""
+
+    def drop_backward(self) -> None:  # noqa: B027 (optional)
+        """It failed: forget what was delivered in it."""
+
+    def before_backward(self) -> None:  # noqa: B027 (optional)
+        """The unit's modules are about to be used by backward."""
+
+    def after_backward(self) -> None:  # noqa: B027 (optional)
+        """They are no longer."""
+
+    def rename(self, name: str) -> None:
+        """Set the name that errors and the event log use: the module's path in the outermost wrapped module."""
+        self.name = name
+        self.label = f"unit {name!r}" if name else "the root unit"
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the full weights are there now."""
+        return self._uses > 0 or self._kept
+
+    @property
+    def resting_now(self) -> bool:
+        """Whether the slots hold what they hold at rest."""
+        return self._installed is self.resting
+
+    # --- forward ------------------------------------------------------------------------------------------------
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``forward`` with the full weights in place."""
+        recomputing = in_backward()
+        phase = Phase.RECOMPUTE if recomputing else Phase.FORWARD
+        previous = self._installed
+        self._acquire(phase)
+        started = time.perf_counter()
+        try:
+            call, token = None, None
+            weights: Sequence[torch.Tensor] = self.storage.views
+            if torch.is_grad_enabled():
+                call = UnitCall(self)
+                token, weights = self._open(call)
+            self._install(weights)
+            try:
+                if call is not None and self._modules.observed():
+                    with watch_saved(self.storage.storages, functools.partial(self.enter_backward, call)):
+                        output = forward(*args, **kwargs)
+                else:
+                    output = forward(*args, **kwargs)
+            finally:
+                self._install(previous)
+            return self._close(call, token, output)
+        finally:
+            self._log(phase, Action.COMPUTE, started)
+            self._release(phase, keep=recomputing)
+
+    def _open(self, call: UnitCall) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        token, *opened = _Open.apply(self.anchor, call, *self.shards)
+        if len(opened) == len(self.storage.views):
+            return token, opened
+        weights = list(self.storage.views)
+        for index, weight in zip(self.differentiable, opened, strict=True):
+            weights[index] = weight
+        return token, weights
+
+    def _close(self, call: UnitCall | None, token: torch.Tensor | None, output: Any) -> Any:
+        needing: dict[int, torch.Tensor] = {}
+
+        def visit(tensor: torch.Tensor) -> torch.Tensor:
+            if type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata in self.storage.storages:
+                raise RuntimeError(
+                    f"{self.label}: its output aliases a gathered weight, whose storage is released after forward; "
+                    "return a clone, or use the weight inside the unit"
+                )
+            if tensor.requires_grad:
+                needing[id(tensor)] = tensor
+            return tensor
+
+        map_tensors(visit, output, self.label)
+        if call is None or token is None:
+            return output
+        kept = kept_tensors(self._modules, token)
+        for _, _, tensor in kept:
+            visit(tensor)
+        if not needing:
+            return output
+        closed = dict(zip(needing, _Close.apply(token, call, *needing.values()), strict=True))
+        for holder, key, tensor in kept:
+            holder[key] = closed[id(tensor)]
+        if isinstance(output, torch.Tensor):
+            return closed.get(id(output), output)
+        return map_tensors(lambda tensor: closed.get(id(tensor), tensor), output, self.label)
+
+    # --- backward -----------------------------------------------------------------------------------------------
+
+    def enter_backward(self, call: UnitCall) -> None:
+        """Close's backward: nothing of the unit's own backward has run yet. Or an escaped tensor's, for Close."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{self.label}: backward with create_graph=True would need its released weights again in the second "
+                "backward, which is not served; compute the gradient of the gradient outside sharded units"
+            )
+        current = self.bracket.current_pass()
+        if call in current.calls:
+            return
+        self._acquire(Phase.BACKWARD)
+        call.opened_at = time.perf_counter()
+        current.calls[call] = None
+        self._backward_calls += 1
+        if self._backward_calls == 1:
+            self._install(self.leaves)
+            self.before_backward()
+
+    def end_backward(self, call: UnitCall, grads: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Open's backward: the gradients of all differentiable weights are in."""
+        for position, index in enumerate(self.differentiable):
+            leaf = self.leaves[index]
+            if leaf.grad is not None:
+                grad = grads[position]
+                grads[position] = leaf.grad if grad is None else leaf.grad + grad
+                leaf.grad = None
+        current = self.bracket.current_pass()
+        self._log(Phase.BACKWARD, Action.COMPUTE, call.opened_at)
+        started = time.perf_counter()
+        try:
+            with torch.no_grad():
+                shard_grads = self.deliver(grads)
+        finally:
+            self.leave_backward(call, current)
+        current.delivered[self] = None
+        self._log(Phase.BACKWARD, Action.REDUCE, started, self.storage.nbytes)
+        return shard_grads
+
+    def leave_backward(self, call: UnitCall, current: _BackwardPass) -> None:
+        """This call's backward is over, or will not go on."""
+        if call not in current.calls:
+            return
+        del current.calls[call]
+        self._backward_calls -= 1
+        if self._backward_calls == 0:
+            self._install(self.resting)
+            for index in self.differentiable:
+                self.leaves[index].grad = None
+            self.after_backward()
+        self._release(Phase.BACKWARD)
+
+    # --- storage ------------------------------------------------------------------------------------------------
+
+    def _acquire(self, phase: Phase) -> None:
+        if self._uses == 0:
+            if self._kept:
+                self._kept = False
+            else:
+                started = time.perf_counter()
+                with torch.no_grad():
+                    self.storage.allocate()
+                    try:
+                        transferred = self.gather()
+                    except BaseException:
+                        self.storage.free(self.bracket.release)
+                        raise
+                self._log(phase, Action.GATHER, started, transferred)
+        self._uses += 1
+
+    def _release(self, phase: Phase, keep: bool = False) -> None:
+        self._uses -= 1
+        if self._uses == 0:
+            if keep:
+                # A recomputation is followed by the backward that asked for it: what it gathered stays for that.
+                self._kept = True
+                self.bracket.current_pass().kept[self] = None
+            else:
+                self._free(phase)
+
+    def drop_kept(self) -> None:
+        """Release what a recomputation left gathered and no backward took up."""
+        if self._kept:
+            self._kept = False
+            self._free(Phase.RECOMPUTE)
+
+    def _free(self, phase: Phase) -> None:
+        started = time.perf_counter()
+        self.storage.free(self.bracket.release)
+        self._log(phase, Action.RELEASE, started)
+
+    def _install(self, tensors: Sequence[Any]) -> None:
+        for parameters, name, index in self.slots:
+            parameters[name] = tensors[index]
+        self._installed = tensors
+
+    def _log(self, phase: Phase, action: Action, started: float, transferred: int = 0) -> None:
+        if self.bracket.log is not None:
+            self.bracket.log.add(self.name, phase, action, started, transferred)
+
+
+class _Open(torch.autograd.Function):
+    """Anchor (and shards) in, token and differentiable weights out; see [Note: Open and Close]."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, call: UnitCall, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        unit = call.unit
+        views = unit.storage.views
+        return (anchor.detach(), *(views[index].detach() for index in unit.differentiable))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call: UnitCall = ctx.call
+        return (None, None, *call.unit.end_backward(call, list(grads[1:])))
+
+
+class _Close(torch.autograd.Function):
+    """Token and outputs in, the same outputs out; see [Note: Open and Close].
+
+    ``detach`` and not a view: a caller may change an output in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, call: UnitCall, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call: UnitCall = ctx.call
+        call.unit.enter_backward(call)
+        return (call.unit.zero, None, *grads)

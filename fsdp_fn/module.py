@@ -1,0 +1,187 @@
+"""The wrapper: ``fully_shard`` turns a module, in place, into a sharded one with DTensor parameters.
+
+Promises: thin. Layout, ranges, planes, packing and reduction are decided by the rooms above; here their results are
+kept on a live module. Names, ``isinstance`` and the optimizer's habits stay; the parameters are DTensors over views of
+the flat main weights, owned by whole rows. Nothing points back at the module tree, so that deleting the model frees its
+memory at once. On an error at set-up no rank's module is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fsdp_fn.bracket import Bracket
+from fsdp_fn.events import EventLog
+from fsdp_fn.face import ShardedUnit
+from fsdp_fn.groups import axis_of, default_mesh, mesh_device, raise_together
+from fsdp_fn.placement import Placements, sharded_granularity, zero3
+from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
+from fsdp_fn.ragged import restore_optimizer_state
+from fsdp_fn.state import UnitState
+from fsdp_fn.units import (
+    OwnedParameters,
+    check_parameters,
+    describe_layout,
+    device_type_of,
+    owned_parameters,
+    shard_unit,
+    unit_layout,
+)
+
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
+
+_sharded_originals = WeakTensorKeyDictionary()
+"""Plain parameters that a unit replaced, and where: a second unit that still holds one has a tie to the first."""
+
+
+class FsdpModule:
+    """Mixed into the class of a module that :func:`fully_shard` wrapped."""
+
+    _fsdp_unit: ShardedUnit
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, with its unit's full weights in place."""
+        return self._fsdp_unit.run(super().forward, args, kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As ``nn.Module.load_state_dict``; ``assign=True`` is refused, for it would part parameters from weights."""
+        if assign:
+            raise ValueError(
+                "load_state_dict(assign=True) would replace sharded parameters by others that the gathers do not read; "
+                "load with assign=False, which copies"
+            )
+        return super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """``.to()``, ``.half()``, ``.cuda()`` and the like: what would move or cast sharded weights is refused."""
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, FsdpModule):
+                module._fsdp_unit.check_unchanged_by(fn)
+        for module in self.modules():  # type: ignore[attr-defined]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = fn(buffer)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} is sharded and cannot be copied: copy the module before fully_shard")
+
+
+def fully_shard(
+    module: ModuleType,
+    mesh: DeviceMesh | None = None,
+    *,
+    placements: Placements | None = None,
+    precision: PrecisionPolicy | None = None,
+    policy: SchedulePolicy | None = None,
+) -> ModuleType:
+    """Shard ``module``'s parameters over ``mesh``, in place, as one unit, and return it.
+
+    Call it bottom-up: on each block, then on the root, which takes the parameters that are left. Build the optimizer
+    afterwards. All ranks of the mesh must call, with equal models: each rank keeps its part of its own values.
+
+    ``mesh``: one dimension; default, all ranks. ``placements``: default ``zero3()``. ``precision``, ``policy``: see
+    their classes; the outermost unit's release policy is used by all.
+
+    Raises ValueError or TypeError on the rank where something does not fit, naming unit and parameter, and
+    :class:`~fsdp_fn.groups.RankFault` on the others; no module is changed then.
+    """
+    name = type(module).__name__
+    mesh = default_mesh(device_type_of(module)) if mesh is None else mesh
+    axis = axis_of(mesh)
+    device = mesh_device(mesh)
+    prepared: ShardedUnit | None = None
+    owned = OwnedParameters((), (), (), (), ())
+    policy = SchedulePolicy() if policy is None else policy
+    fault: Exception | None = None
+    agreed = ""
+    try:
+        granularity = sharded_granularity(zero3() if placements is None else placements)
+        owned = _owned(module, name, mesh.device_type)
+        layout = unit_layout(owned, axis.size, granularity, precision or PrecisionPolicy())
+        agreed = f"{name}: {describe_layout(layout)}; {precision}; {policy}; {granularity}"
+        state = shard_unit(name, owned.parameters, layout, axis, precision or PrecisionPolicy(), device)
+        prepared = ShardedUnit(owned, state, mesh, Bracket(policy.release), device)
+    except Exception as error:
+        fault = error
+    raise_together(fault, axis, device, agreed, f"fully_shard({name})")
+    assert prepared is not None
+    _commit(module, owned, prepared)
+    return module
+
+
+def _owned(module: nn.Module, name: str, device_type: str) -> OwnedParameters:
+    if isinstance(module, FsdpModule):
+        raise ValueError(f"{name} is wrapped already")
+    if type(module).forward is nn.Module.forward:
+        raise ValueError(f"{name} has no forward of its own, so its weights would never be gathered: wrap its children")
+    owned = owned_parameters(module, lambda child: isinstance(child, FsdpModule))
+    if not owned.parameters and not any(isinstance(child, FsdpModule) for child in module.modules()):
+        raise ValueError(f"{name} has no parameters: there is nothing to shard")
+    for path, parameter in zip(owned.names, owned.parameters, strict=True):
+        if parameter in _sharded_originals:
+            raise ValueError(
+                f"parameter {path!r} of {name} is tied to {_sharded_originals[parameter]}, which a unit of its own "
+                "holds; put both under one unit"
+            )
+    check_parameters(owned, name, device_type)
+    return owned
+
+
+def _commit(module: nn.Module, owned: OwnedParameters, sharded: ShardedUnit) -> None:
+    """Change the module; nothing here can fail half-way."""
+    for path, parameter in zip(owned.names, owned.parameters, strict=True):
+        _sharded_originals[parameter] = f"{path!r} of {type(module).__name__}"
+    for parameters, name, index in owned.slots:
+        parameters[name] = sharded.parameters[index]
+    module.__dict__["_fsdp_unit"] = sharded
+    for path, child in module.named_modules():
+        if isinstance(child, FsdpModule):
+            child._fsdp_unit.rename(path)
+            child._fsdp_unit.bracket = sharded.bracket
+    module.__class__ = _wrapped_class(cast(Any, type(module)))
+
+
+@functools.cache
+def _wrapped_class(cls: type[Any]) -> type[nn.Module]:
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (FsdpModule, cls), names)
+
+
+def unit_states(module: nn.Module) -> dict[str, UnitState]:
+    """Sharded state of every wrapped module in ``module``, by its path; the tensors are the live ones."""
+    return {path: child._fsdp_unit.state for path, child in module.named_modules() if isinstance(child, FsdpModule)}
+
+
+@contextlib.contextmanager
+def record_events(module: nn.Module) -> Iterator[EventLog]:
+    """Record what the units under ``module`` (the outermost wrapped one) gather, compute, reduce and release."""
+    units = [child._fsdp_unit for child in module.modules() if isinstance(child, FsdpModule)]
+    brackets = {id(unit.bracket): unit.bracket for unit in units}
+    if not brackets:
+        raise ValueError(f"record_events: {type(module).__name__} has no wrapped module")
+    log = EventLog()
+    before = {key: bracket.log for key, bracket in brackets.items()}
+    for bracket in brackets.values():
+        bracket.log = log
+    try:
+        yield log
+    finally:
+        for key, bracket in brackets.items():
+            bracket.log = before[key]
+
+
+def _restore_state_placements(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    restore_optimizer_state(optimizer)
+
+
+register_optimizer_step_post_hook(_restore_state_placements)

@@ -1,0 +1,228 @@
+"""Ragged operations: what torch's operations do on ragged tensors, and what they refuse.
+
+Promises: the result of every operation is that of the unsharded tensors. An elementwise one (all that torch's
+optimizers do: single, multi-tensor and fused) runs on the local rows and its result is ragged as well, with
+no communication; torch's own propagation would relabel it ``Shard(0)``, which is another partition. The rest
+is in ``ragged_whole``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from fsdp_fn.ragged_placement import is_ragged
+from fsdp_fn.ragged_whole import (
+    NEW,
+    NORMS,
+    Make,
+    placement_of,
+    run_new,
+    run_norms,
+    run_random,
+    run_whole,
+    spec_like,
+    whole,
+    written,
+    written_arguments,
+)
+
+aten = torch.ops.aten
+Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any], Make], Any]
+
+_SAME_VALUE = {aten.detach.default, aten.alias.default}
+_ELEMENTWISE = {
+    aten.copy_.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
+    aten.detach_.default,
+    aten._to_copy.default,
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+}
+_FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+
+
+def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> Any:
+    """Run one dispatched operation of which some argument is ragged. ``make`` builds a ragged tensor."""
+    return _rule(func)(func, args, kwargs, make)
+
+
+@functools.cache
+def _rule(func: torch._ops.OpOverload) -> Rule:
+    name = func._schema.name.removeprefix("aten::")
+    if func in _SAME_VALUE:
+        return _run_same_value
+    if func in NORMS:
+        return run_norms
+    if name.startswith(("_foreach_", "_fused_")) and name not in _FOREACH_REDUCTIONS:
+        return _run_each
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return run_random
+    if func in NEW:
+        return run_new
+    if func in _ELEMENTWISE or (torch.Tag.pointwise in func.tags and torch.Tag.data_dependent_output not in func.tags):
+        return _run_elementwise
+    return run_whole
+
+
+@functools.cache
+def _argument_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+# --- elementwise --------------------------------------------------------------------------------------------
+
+
+def _run_same_value(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> Any:
+    return make(func(args[0]._local_tensor), args[0]._spec)
+
+
+def _run_elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> Any:
+    local = None if kwargs and any(isinstance(v, torch.Tensor) for v in kwargs.values()) else _alike(args)
+    if local is not None:
+        # Operands on one spec: what every optimizer step is made of.
+        result = func(*local, **kwargs)
+        lead, target = args[0], args[0] if written_arguments(func) else None
+    else:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        target = written(func, args, kwargs)
+        if target is not None and not is_ragged(target):
+            return run_whole(func, args, kwargs, make)
+        lead = target
+        if target is None:
+            shape = torch.broadcast_shapes(*(leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)))
+            lead = _first(leaf for leaf in leaves if is_ragged(leaf) and leaf.shape == shape)
+        if lead is None:
+            return run_whole(func, args, kwargs, make)
+        operands = [_operand(leaf, lead, func) for leaf in leaves]
+        local_args, local_kwargs = pytree.tree_unflatten(operands, structure)
+        result = func(*local_args, **local_kwargs)
+    if target is not None:
+        return target
+    if isinstance(result, torch.Tensor):
+        return make(result, spec_like(lead, result.dtype))
+    return pytree.tree_map_only(torch.Tensor, lambda part: make(part, spec_like(lead, part.dtype)), result)
+
+
+def _alike(args: tuple[Any, ...]) -> list[Any] | None:
+    """Local operands, where the first is ragged and every other tensor has the same spec or no dimension."""
+    if not is_ragged(args[0]):
+        return None
+    spec, local = args[0]._spec, []
+    for value in args:
+        if not isinstance(value, torch.Tensor):
+            local.append(value)
+        elif not isinstance(value, DTensor):
+            if value.ndim:
+                return None
+            local.append(value)
+        elif value._spec is spec:
+            local.append(value._local_tensor)
+        else:
+            return None
+    return local
+
+
+def _operand(value: Any, lead: DTensor, func: torch._ops.OpOverload) -> Any:
+    """``value`` as an operand on the rows that this rank holds of ``lead``."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not isinstance(value, DTensor):
+        if value.ndim == 0:
+            return value
+        raise TypeError(
+            f"{func}: got a ragged DTensor of shape {tuple(lead.shape)} and a plain tensor of shape "
+            f"{tuple(value.shape)}; give a DTensor on the same mesh, or work on to_local() or full_tensor()"
+        )
+    if value._spec is lead._spec:
+        return value._local_tensor
+    if value.device_mesh != lead.device_mesh:
+        raise ValueError(f"{func}: operands lie on different meshes, {lead.device_mesh} and {value.device_mesh}")
+    by_row = value.ndim == lead.ndim and value.shape[0] == lead.shape[0]
+    if by_row and value.placements == lead.placements:
+        return value._local_tensor
+    full = whole(value)
+    return full[placement_of(lead).row_range(lead.device_mesh.get_local_rank())] if by_row else full
+
+
+# --- lists of tensors ---------------------------------------------------------------------------------------
+
+
+def _run_each(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> Any:
+    """A multi-tensor or fused operation: each position of its lists is an elementwise operation by itself."""
+    named = {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}
+    lists = {name: value for name, value in named.items() if _is_tensor_list(value)}
+    length = max(len(values) for values in lists.values())
+    leads = [_first(v[i] for v in lists.values() if i < len(v) and is_ragged(v[i])) for i in range(length)]
+    for _, name in written_arguments(func):
+        _checkwritten(func, name, lists.get(name, ()), leads)
+    for name, value in named.items():
+        if name in lists:
+            named[name] = [_list_operand(each, lead, func) for each, lead in zip(value, leads, strict=False)]
+        elif isinstance(value, DTensor):
+            named[name] = whole(value)
+    result = func(**named)
+    if result is None or written_arguments(func):
+        return result
+    return [
+        part if lead is None else make(part, spec_like(lead, part.dtype))
+        for part, lead in zip(result, leads, strict=True)
+    ]
+
+
+def _list_operand(value: torch.Tensor, lead: DTensor | None, func: torch._ops.OpOverload) -> Any:
+    if lead is None:
+        if isinstance(value, DTensor):
+            raise TypeError(f"{func}: ragged and other DTensors in one list; use an optimizer with foreach=False")
+        return value
+    if isinstance(value, DTensor):
+        if value._spec is lead._spec:
+            return value._local_tensor
+    elif not value.ndim:
+        return value
+    if torch.broadcast_shapes(value.shape, lead.shape) != lead.shape:
+        raise NotImplementedError(
+            f"{func}: a ragged tensor of shape {tuple(lead.shape)} against one of shape {tuple(value.shape)}"
+        )
+    return _operand(value, lead, func)
+
+
+def _checkwritten(
+    func: torch._ops.OpOverload,
+    argument: str,
+    values: Sequence[Any],
+    leads: Sequence[DTensor | None],
+) -> None:
+    for value, lead in zip(values, leads, strict=False):
+        if (
+            value is lead
+            or lead is None
+            or value.ndim == 0
+            or (is_ragged(value) and value.placements == lead.placements)
+        ):
+            continue
+        placed = value.placements if isinstance(value, DTensor) else "no mesh"
+        raise TypeError(
+            f"{func}: {argument} of shape {tuple(value.shape)} is on {placed}, expected {lead.placements}; "
+            "optimizer state that was loaded in another placement is brought back by "
+            "restore_optimizer_state(optimizer)"
+        )
+
+
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], torch.Tensor)
+
+
+def _first(values: Iterable[Any]) -> Any:
+    return next(iter(values), None)

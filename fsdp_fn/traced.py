@@ -1,0 +1,106 @@
+"""Traced units: the functional path inside ``torch.compile(fullgraph=True)``.
+
+Promises: one all-gather per unit in the forward graph, one all-gather and one reduce-scatter in the backward graph, the
+same numbers as eager. No storage is resized here: the full weights are values of the graph, and the gather is marked to
+be recomputed, so that the compiler saves the shards and not the weights (selective checkpointing:
+``torch.utils.checkpoint.create_selective_checkpoint_contexts``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fsdp_fn.binding import BOUND, BufferSlot, UnitTemplate
+from fsdp_fn.collectives import gather_planes, reduce_scatter
+from fsdp_fn.planes import Phase
+from fsdp_fn.state import ModelState, UnitState, trainable_tensors
+
+
+def _recompute_gathers(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The region holds a gather and views of it, none of which may be saved."""
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+_context = functools.partial(create_selective_checkpoint_contexts, _recompute_gathers)
+
+
+def gather_function(unit: UnitState) -> type[torch.autograd.Function]:
+    """A function of the unit's shards that gives its full weights; its backward reduces their gradients.
+
+    ``unit`` gives everything but the tensors. Made once per unit, so that a trace sees the static parts as constants.
+    """
+    frozen = [index for index, spec in enumerate(unit.layout.tensors) if not spec.requires_grad]
+    trainable = trainable_tensors(unit.layout)
+    blank = dataclasses.replace(unit, main=dataclasses.replace(unit.main, segments=()))
+
+    class GatherWeights(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            state = dataclasses.replace(blank, main=dataclasses.replace(blank.main, segments=shards))
+            gathered = gather_planes(state, Phase.FORWARD)
+            weights = tuple(gathered.weight(index) for index in range(len(state.layout.tensors)))
+            ctx.mark_non_differentiable(*(weights[index] for index in frozen))
+            ctx.save_for_backward(*shards)
+            return weights
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            shards = ctx.saved_tensors
+            state = dataclasses.replace(blank, main=dataclasses.replace(blank.main, segments=shards))
+            reduced = reduce_scatter([grads[index] for index in trainable], state)
+            return tuple(reduced.segment(i) if i in reduced.held else None for i in state.main.held)
+
+    return GatherWeights
+
+
+class TracedUnit:
+    """One unit of one traced application."""
+
+    def __init__(self, template: UnitTemplate, state: UnitState) -> None:
+        self.template = template
+        self.state = state
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module's forward with the full weights in place."""
+        shards = self.state.main.segments
+        if not shards:
+            return forward(*args, **kwargs)
+        gather = self.template.gather_function.apply
+        weights = checkpoint(gather, *shards, use_reentrant=False, context_fn=_context)
+        owned = self.template.owned
+        for parameters, name, index in owned.slots:
+            parameters[name] = weights[index]
+        output = forward(*args, **kwargs)
+        for parameters, name, index in owned.slots:
+            parameters[name] = owned.parameters[index]
+        return output
+
+
+def apply_traced(
+    module: nn.Module,
+    templates: tuple[UnitTemplate, ...],
+    state: ModelState,
+    slots: tuple[BufferSlot, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Output of ``module`` with the weights and buffers of ``state``, and the buffers after it."""
+    bare = [slot.buffers[slot.key] for slot in slots]
+    for slot in slots:
+        slot.buffers[slot.key] = state.buffers[slot.name].clone()
+    for template in templates:
+        template.module.__dict__[BOUND] = TracedUnit(template, state.units[template.name])
+    output = module(*args, **kwargs)
+    for template in templates:
+        template.module.__dict__[BOUND] = None
+    buffers = {slot.name: slot.buffers[slot.key] for slot in slots}
+    for slot, empty in zip(slots, bare, strict=True):
+        slot.buffers[slot.key] = empty
+    return output, buffers
