@@ -20,7 +20,7 @@ help:
 	@echo ''
 	@echo 'ARGS="..." is passed on: make train ARGS="--help", make test ARGS="-k layout"'
 	@echo 'Of the environment: PYTHON ($(PYTHON)), TORCH_VERSION ($(TORCH_VERSION)),'
-	@echo 'TORCH_INDEX_ARGS (for pip, as "--index-url https://download.pytorch.org/whl/cpu")'
+	@echo 'TORCH_INDEX_ARGS (arguments for pip when it installs torch, as --index-url URL)'
 
 # torch comes first and alone: its version is pinned, and the rest is resolved around it.
 $(INSTALLED): pyproject.toml

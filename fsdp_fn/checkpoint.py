@@ -89,14 +89,14 @@ def save_checkpoint(
             }
             files.write_synced(folder / files.MANIFEST, json.dumps(manifest, indent=1).encode())
 
-    def write() -> None:
+    def see_folder() -> None:
         folder = files.partial_path(root, step)
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}, which rank 0 made, is not there: ranks must share the folder")
 
     try:
         _together(begin, contents.group, what)
-        _together(write, contents.group, what)
+        _together(see_folder, contents.group, what)
         _together(
             lambda: _write_tensors(tensors, files.partial_path(root, step), contents.group),
             contents.group,
@@ -171,7 +171,7 @@ def _together(act: Callable[[], Result], group: dist.ProcessGroup, what: str) ->
         failed = error
         reports = [f"rank {rank}: {_said(cause)}" for rank, (cause, _) in sorted(error.failures.items())]
         own = "; ".join(reports)
-    except (Exception, pickle.PickleError) as error:
+    except Exception as error:
         failed, own = error, f"rank {group.rank()}: {_said(error)}"
     said: list[str | None] = [None] * group.size()
     dist.all_gather_object(said, own, group=group)

@@ -139,10 +139,17 @@ class ModuleContents:
         own = {self._parameter_names[id(parameter)] for parameter in self._optimized()}
         names = stored.optimizer_names()
         problems = strangers(names, [name for name in names if _parameter_of(name) in own], "the optimizer")
-        here = {name: value for name, value in self._state() if isinstance(value, torch.Tensor)}
+        # A parameter that was in no backward has no state, here or there; where both have some, it must agree.
+        known = {_parameter_of(name) for name in names} or own
+        here = {
+            name: value
+            for name, value in self._state()
+            if isinstance(value, torch.Tensor) and _parameter_of(name) in known
+        }
         if here:
             problems += differences({name: (value.shape, value.dtype) for name, value in here.items()}, stored)
-            problems += strangers(names, here, "the optimizer")
+            stepped = {_parameter_of(name) for name in here}
+            problems += strangers([name for name in names if _parameter_of(name) in stepped], here, "the optimizer")
         groups = stored.host["param_groups"]
         if groups is None or self._optimizer is None:
             return problems
@@ -180,7 +187,7 @@ class ModuleContents:
             for key, value in hyperparameters.items():
                 if key != "params":
                     ours = group[key]
-                    group[key] = value.to(ours.device) if isinstance(ours, torch.Tensor) else value
+                    group[key] = torch.as_tensor(value).to(ours) if isinstance(ours, torch.Tensor) else value
             for parameter in group["params"]:
                 state = loaded.get(self._parameter_names[id(parameter)])
                 if state is None:

@@ -315,13 +315,14 @@ def _as_buffers(state: ModelState, found: Sequence[torch.Tensor | None]) -> dict
 
 def _check_state(template: Any, state: Any) -> None:
     if not isinstance(template, Template) or not isinstance(state, ModelState):
-        given = f"({type(template).__name__}, {type(state).__name__}, …)"
-        raise TypeError(f"apply: expected (Template, ModelState, …), got {given}")
+        got = f"({type(template).__name__}, {type(state).__name__}, …)"
+        raise TypeError(f"apply: expected (Template, ModelState, …), got {got}")
+    units: dict[str, UnitState] = state.units
     names = [unit.name for unit in template.units]
-    if list(state.units) != names:
+    if list(units) != names:
         raise ValueError(f"state has units {list(state.units)}, the template {names}: they must come from one shard()")
     for unit in template.units:
-        given: UnitState = state.units[unit.name]
+        given = units[unit.name]
         if given.layout != unit.layout or given.axis != template.axis:
             raise ValueError(
                 f"unit {unit.name!r}: the state's layout or axis ({given.axis}) is not the template's ({template.axis})"

@@ -43,8 +43,7 @@ class TensorSpec:
     """What a layout needs to know of one tensor.
 
     A row is a slice of dimension 0, flattened. `granularity` None means the layout's own. A weight whose
-    blocks run over several leading dimensions is described by its flattened shape: `[E, N, K]` as `(E * N,
-    K)`.
+    blocks run over several leading dimensions is described by its flattened shape, `(E * N, K)`.
 
     Raises:
         ValueError: a dimension is negative.

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_fn.bracket import Bracket
@@ -184,4 +184,4 @@ def _restore_state_placements(optimizer: Optimizer, args: Any, kwargs: Any) -> N
     restore_optimizer_state(optimizer)
 
 
-register_optimizer_step_post_hook(_restore_state_placements)
+register_optimizer_step_pre_hook(_restore_state_placements)

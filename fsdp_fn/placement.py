@@ -66,7 +66,7 @@ def sharded_granularity(placements: Placements) -> Granularity:
     if isinstance(parameter, Sharded) and parameter == placements.gradient == placements.optimizer:
         return parameter.granularity
     raise ValueError(
-        "placements: expected parameter, gradient and optimizer state sharded with one granularity, as by "
-        f"zero3(), got parameter={placements.parameter}, gradient={placements.gradient}, "
+        "placements: expected parameter, gradient and optimizer state sharded with one granularity, "
+        f"as by zero3(); got parameter={placements.parameter}, gradient={placements.gradient}, "
         f"optimizer={placements.optimizer}"
     )

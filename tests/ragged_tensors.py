@@ -1,4 +1,4 @@
-"""Ragged tensors for tests: cuts with empty, single and uneven parts, and the faces of whole tensors at them."""
+"""Ragged tensors for tests: cuts with empty, single and uneven parts, and whole tensors cut so."""
 
 from collections.abc import Sequence
 

@@ -257,3 +257,28 @@ def resume_at_step_one(root: Path) -> None:
     job = Wrapped(2)
     assert job.load(root / "step-00000001").step == 1
     save_checkpoint(root, 2, job.model, job.optimizer)
+
+
+def check_unused_parameters(root: Path) -> None:
+    def job(used: list[int]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ModuleList(nn.Linear(3, 4) for _ in range(3))
+        for layer in model:
+            fsdp_fn.fully_shard(layer, mesh=mesh_of_all())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+        for index in used:
+            model[index](torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = job([0, 1])
+    path = save_checkpoint(root, 1, model, optimizer)
+    fresh, fresh_optimizer = job([1, 2])
+    load_checkpoint(path, fresh, fresh_optimizer)
+    for ours, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+        assert fresh_optimizer.state[ours].keys() == optimizer.state[theirs].keys()
+    assert fresh_optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_state_is_there_for_the_parameters_that_were_stepped_and_no_others(tmp_path: Path) -> None:
+    run_distributed(2, check_unused_parameters, tmp_path)

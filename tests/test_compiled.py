@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -133,3 +132,44 @@ def test_compiled_equals_eager_to_the_bit_with_exactly_one_gather_a_unit_and_pas
 ) -> None:
     for result in run_distributed(ranks, compare_compiled_with_eager, None, compute_dtype, timeout=120):
         assert all(result[key] for key in ("loss", "gradients", "buffers", "again", "reached")), result
+        gathers = UNITS if ranks > 1 else 0
+        assert result["counts"]["forward"] == {GATHER: gathers, REDUCE: 0}
+        assert result["counts"]["backward"] == {GATHER: gathers, REDUCE: gathers}
+
+
+def test_inductor_gives_the_same_numbers_within_rounding() -> None:
+    for result in run_distributed(2, compare_compiled_with_eager, "inductor", None, timeout=240):
+        assert result["close"]
+        assert result["reached"]
+
+
+def largest_saved_and_smallest_gathered() -> tuple[int, int]:
+    """Bytes of the largest value that the compiled forward saves, and of the smallest unit's gathered weights."""
+    template, state = make()
+    saved: list[int] = []
+
+    def compile_forward(graph: torch.fx.GraphModule, inputs: list[Any]) -> torch.fx.GraphModule:
+        (output,) = (node for node in graph.graph.nodes if node.op == "output")
+        values = [n for n in output.args[0] if isinstance(n, torch.fx.Node) and n.op != "placeholder"]
+        saved.extend(node.meta["val"].untyped_storage().nbytes() for node in values if "val" in node.meta)
+        return graph
+
+    backend = aot_autograd(
+        fw_compiler=compile_forward,
+        bw_compiler=lambda graph, inputs: graph,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+
+    def function(state: fsdp_fn.ModelState, tokens: torch.Tensor) -> torch.Tensor:
+        return fsdp_fn.apply(template, state, tokens)[0].square().mean()
+
+    torch._dynamo.reset()
+    leaves = fsdp_fn.with_gradients(state)
+    torch.compile(function, fullgraph=True, backend=backend)(leaves, torch.arange(3)).backward()
+    gathered = [max(segment.size for segment in unit.layout.segments) * 4 for unit in state.units.values()]
+    return max(saved), min(gathered)
+
+
+def test_the_compiled_forward_saves_no_full_weight() -> None:
+    for saved, gathered in run_distributed(2, largest_saved_and_smallest_gathered, timeout=120):
+        assert 0 < saved < gathered

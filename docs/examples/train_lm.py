@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm.interrupt import Farewell
+from lm.ending import Farewell, leave
 from lm.settings import Settings, parse_settings
 
 
@@ -53,17 +53,17 @@ def run_rank(settings: Settings) -> int:
         dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    code = 0
     try:
         Job(settings, device, farewell).run()
     except JobError as error:
         print(f"[rank {dist.get_rank()}] error: {error}", file=sys.stderr, flush=True)
         dist.barrier()  # every rank has said it before the first exit makes torchrun end the others
-        return 2
-    finally:
-        dist.destroy_process_group()
-        farewell.dismiss()
-    return 0
+        code = 2
+    dist.destroy_process_group()
+    farewell.dismiss()
+    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -19,10 +19,10 @@ import torch.distributed as dist
 import fsdp_fn
 from fsdp_fn import Action, LoggedEvent
 from fsdp_fn.checkpoint import CheckpointError
+from lm.ending import Farewell
 from lm.errors import JobError, on_every_rank
 from lm.functional import FunctionalTraining
 from lm.inference import generate, held_out_loss, printable
-from lm.interrupt import Farewell
 from lm.progress import ProgressReport
 from lm.run_folder import Record, RunFolder, keep_metrics_until, write_json, written_whole
 from lm.schedule import learning_rate

@@ -1,7 +1,7 @@
 """Starting the job on this machine: torchrun, in this very process, over all GPUs or two CPU processes.
 
-Promises: returns the exit code of the job; after Ctrl-C it is 130 and every process that was started has
-ended.
+Promises: returns the exit code of the job; after Ctrl-C it is 130 and every process that was started
+has ended.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from lm.settings import Launch
 
 CPU_PROCESSES = 2
+MENDABLE = 2
+"""Exit code for what the user can mend; torchrun's own ending of the other ranks must not hide it."""
 
 
 def run_launch(script: Path, launch: Launch) -> int:
@@ -30,7 +32,7 @@ def run_launch(script: Path, launch: Launch) -> int:
             f"train_lm.py: error: --processes {launch.processes}: this machine has {gpus} GPUs",
             file=sys.stderr,
         )
-        return 2
+        return MENDABLE
     count = launch.processes or gpus or CPU_PROCESSES
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
@@ -40,8 +42,10 @@ def run_launch(script: Path, launch: Launch) -> int:
     try:
         torchrun.run(options)
     except ChildFailedError as error:
-        _, first = error.get_first_failure()
-        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+        if MENDABLE in (failure.exitcode for failure in error.failures.values()):
+            return MENDABLE
+        first = error.get_first_failure()[1].exitcode
+        return first if first > 0 else 128 - first  # negative: the signal that ended it
     except SignalException as stop:
         return 128 + stop.sigval
     except KeyboardInterrupt:  # before torchrun has its own handlers
