@@ -39,12 +39,13 @@ from fsdp_fn.layout import (
     row_bounds,
     shard_range,
 )
-from fsdp_fn.module import FsdpModule, fully_shard, record_events, unit_states
+from fsdp_fn.module import FsdpModule, fully_shard, mark_weights_changed, record_events, unit_states
 from fsdp_fn.optim import SGD, AdamW, OptimizerState
 from fsdp_fn.placement import Partial, Placements, Replicate, Sharded, zero3
 from fsdp_fn.planes import Phase, PlaneKind, planes_for_phase
 from fsdp_fn.policy import PrecisionPolicy, Release, SchedulePolicy
 from fsdp_fn.state import Axis, Buffer, Gathered, ModelState, UnitState
+from fsdp_fn.units import shard_tensors
 
 __all__ = [
     "SGD",
@@ -87,6 +88,7 @@ __all__ = [
     "gradients_of",
     "latest_checkpoint",
     "load_checkpoint",
+    "mark_weights_changed",
     "owned_range",
     "owner",
     "plan_layout",
@@ -99,6 +101,7 @@ __all__ = [
     "save_checkpoint",
     "shard",
     "shard_range",
+    "shard_tensors",
     "unit_states",
     "value_and_grad",
     "with_gradients",

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from fsdp_fn.containers import map_tensors
-from fsdp_fn.escapes import WatchedModules, kept_tensors, watch_saved
+from fsdp_fn.escapes import WatchedModules, aliases, is_later, kept_values, map_kept, saving_is_watched, watch_saved
 from fsdp_fn.events import Action, EventLog
 from fsdp_fn.planes import Phase
 from fsdp_fn.policy import Release
@@ -54,6 +54,7 @@ class Bracket:
     def __init__(self, release: Release, log: EventLog | None = None) -> None:
         self.release = release
         self.log = log
+        self.open: list[UnitCall] = []
         self._passes: dict[int, weakref.ref[_BackwardPass]] = {}
 
     def current_pass(self) -> _BackwardPass:
@@ -99,13 +100,19 @@ class _BackwardPass:
 
 
 class UnitCall:
-    """One call of a unit's forward, as its backward will need it."""
+    """One call of a unit's forward, as its backward will need it. ``parent``: the call in which it was made."""
 
-    __slots__ = ("opened_at", "unit")
+    __slots__ = ("__weakref__", "opened_at", "parent", "unit", "version")
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, parent: UnitCall | None) -> None:
         self.unit = unit
+        self.parent = parent
+        self.version = unit.weights_version()
         self.opened_at = 0.0
+
+    def enter_backward(self) -> None:
+        """Backward has come to this call."""
+        self.unit.enter_backward(self)
 
 
 class Unit(ABC):
@@ -141,6 +148,7 @@ class Unit(ABC):
         with torch.inference_mode(False):
             self.leaves = tuple(v.detach().requires_grad_(i in wanted) for i, v in enumerate(storage.views))
         self._modules = WatchedModules(modules)
+        self.version = 0
         self._uses = 0
         self._kept = False
         self._backward_calls = 0
@@ -153,6 +161,10 @@ class Unit(ABC):
     @abstractmethod
     def deliver(self, grads: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Take the gradients of the differentiable tensors; returns those of the shard inputs, if any."""
+
+    def weights_version(self) -> int:
+        """A number that changes when the weights do."""
+        return self.version
 
     def finish_backward(self) -> None:  # noqa: B027 (optional)
         """The backward pass in which gradients were delivered is over."""
@@ -194,24 +206,27 @@ class Unit(ABC):
             call, token = None, None
             weights: Sequence[torch.Tensor] = self.storage.views
             if torch.is_grad_enabled():
-                call = UnitCall(self)
+                call = UnitCall(self, self.bracket.open[-1] if self.bracket.open else None)
                 token, weights = self._open(call)
+                self.bracket.open.append(call)
             self._install(weights)
             try:
-                if call is not None and self._modules.observed():
-                    with watch_saved(self.storage.storages, functools.partial(self.enter_backward, call)):
+                if call is not None and self._modules.observed() and not saving_is_watched():
+                    with watch_saved(self.storage.storages, weakref.WeakMethod(call.enter_backward)):
                         output = forward(*args, **kwargs)
                 else:
                     output = forward(*args, **kwargs)
             finally:
                 self._install(previous)
+                if call is not None:
+                    self.bracket.open.remove(call)
             return self._close(call, token, output)
         finally:
             self._log(phase, Action.COMPUTE, started)
             self._release(phase, keep=recomputing)
 
     def _open(self, call: UnitCall) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        token, *opened = _Open.apply(self.anchor, call, *self.shards)
+        token, *opened = _open_of(self.label).apply(self.anchor, call, *self.shards)
         if len(opened) == len(self.storage.views):
             return token, opened
         weights = list(self.storage.views)
@@ -223,7 +238,7 @@ class Unit(ABC):
         needing: dict[int, torch.Tensor] = {}
 
         def visit(tensor: torch.Tensor) -> torch.Tensor:
-            if type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata in self.storage.storages:
+            if aliases(tensor, self.storage.storages):
                 raise RuntimeError(
                     f"{self.label}: its output aliases a gathered weight, whose storage is released after forward; "
                     "return a clone, or use the weight inside the unit"
@@ -233,19 +248,36 @@ class Unit(ABC):
             return tensor
 
         map_tensors(visit, output, self.label)
+        kept = kept_values(self._modules)
+        for _, key, value in kept:
+            map_kept(functools.partial(self._visit_kept, needing, key, token), value)
         if call is None or token is None:
             return output
-        kept = kept_tensors(self._modules, token)
-        for _, _, tensor in kept:
-            visit(tensor)
         if not needing:
             return output
         closed = dict(zip(needing, _Close.apply(token, call, *needing.values()), strict=True))
-        for holder, key, tensor in kept:
-            holder[key] = closed[id(tensor)]
-        if isinstance(output, torch.Tensor):
-            return closed.get(id(output), output)
-        return map_tensors(lambda tensor: closed.get(id(tensor), tensor), output, self.label)
+
+        def replace(tensor: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = closed.get(id(tensor), tensor)
+            return found
+
+        for holder, key, value in kept:
+            replaced = map_kept(replace, value)
+            if replaced is not value:
+                holder[key] = replaced
+        return map_tensors(replace, output, self.label)
+
+    def _visit_kept(
+        self, needing: dict[int, torch.Tensor], key: Any, token: torch.Tensor | None, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        if aliases(tensor, self.storage.storages):
+            raise RuntimeError(
+                f"{self.label}: a module keeps a gathered weight as {key!r}, whose storage is released after forward; "
+                "keep a clone"
+            )
+        if token is not None and is_later(tensor, token):
+            needing[id(tensor)] = tensor
+        return tensor
 
     # --- backward -----------------------------------------------------------------------------------------------
 
@@ -259,6 +291,14 @@ class Unit(ABC):
         current = self.bracket.current_pass()
         if call in current.calls:
             return
+        if call.version != self.weights_version():
+            raise RuntimeError(
+                f"{self.label}: its weights were changed between this forward and its backward, which would compute "
+                "with the new ones; run backward before the optimizer's step"
+            )
+        if call.parent is not None and call.parent not in current.calls:
+            # What escaped from this unit leads on into the one around it, whose Close it went past.
+            call.parent.enter_backward()
         self._acquire(Phase.BACKWARD)
         call.opened_at = time.perf_counter()
         current.calls[call] = None
@@ -364,6 +404,12 @@ class _Open(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: UnitCall = ctx.call
         return (None, None, *call.unit.end_backward(call, list(grads[1:])))
+
+
+@functools.lru_cache(maxsize=4096)
+def _open_of(label: str) -> type[_Open]:
+    """Open under a name that autograd's own refusal of a released weight will quote; see runtime.py's second note."""
+    return type(f"the released weights of {label} (reached past the unit's outputs)", (_Open,), {})
 
 
 class _Close(torch.autograd.Function):

@@ -58,11 +58,6 @@ def check_gather_out(unit: UnitState, out: Gathered, needed: tuple[PlaneKind, ..
                 unit.precision.compute(segment.dtype),
                 unit.main.segments[0].device,
             )
-            if unit.axis.size == 1 and flat.dtype == unit.main.segment(index).dtype:
-                raise ValueError(
-                    f"unit {unit.name!r}: out is refused on a group of one rank where no cast is needed: "
-                    "there the gathered buffer is the main weight itself"
-                )
 
 
 def check_gradients(grads: Sequence[torch.Tensor | None], unit: UnitState) -> None:

@@ -88,8 +88,8 @@ def gather_planes(
 
     Returns a :class:`Gathered` whose weights are views, in the compute dtype, of one flat buffer per segment
     (``(shard_size * shard_count,)``), or a :class:`Pending` of it with ``async_op``. ``out``: a ``Gathered``
-    of this unit to write into; on a group of one rank, where nothing is copied unless a cast asks for it, it
-    is refused for a unit of which a segment needs no cast. The result carries the unit's version. Not
+    of this unit to write into. A group of one rank issues no collective: there, without ``out`` and without
+    a cast, the weights are views of the main weights themselves. The result carries the unit's version. Not
     differentiable: gradients come back through :func:`reduce_scatter`.
     """
     needed = planes_for_phase(unit.kinds, phase, policy) if kinds is None else checked_kinds(unit, kinds)

@@ -17,6 +17,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as module_hooks
 
+from fsdp_fn.containers import map_tensors
+
 _INTERNALS = frozenset(vars(nn.Module()))
 
 
@@ -50,58 +52,82 @@ def _count_internals(module: nn.Module) -> int:
     return sum(1 for _ in takewhile(_INTERNALS.__contains__, vars(module)))
 
 
-def kept_tensors(modules: WatchedModules, token: torch.Tensor) -> list[tuple[Any, Any, torch.Tensor]]:
-    """Holder, key and tensor of everything that the modules keep of the graph that began with ``token``.
+def kept_values(modules: WatchedModules) -> list[tuple[Any, Any, Any]]:
+    """What the modules keep that may hold a tensor, as holder, key and value: attributes, buffers.
 
-    Nodes are numbered as they are made: those above the token's were made in this call.
+    A value is a tensor, a tuple or a dataclass; lists and dicts are holders, for what is led through Close is put back
+    into them.
     """
-    since = _number(token)
-    found: list[tuple[Any, Any, torch.Tensor]] = []
-
-    def look(holder: Any, key: Any, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            if value.grad_fn is not None and _number(value) > since:
-                found.append((holder, key, value))
-        elif type(value) is list:
-            for position, item in enumerate(value):
-                look(value, position, item)
-        elif type(value) is dict:
-            for name, item in value.items():
-                look(value, name, item)
-
+    found: list[tuple[Any, Any, Any]] = []
     for attributes, internals, module in modules.attributes():
         if len(attributes) > internals:
             for key, value in islice(attributes.items(), internals, None):
-                if isinstance(value, (torch.Tensor, list, dict)):
-                    look(attributes, key, value)
+                _look(attributes, key, value, found)
         if module._buffers:
-            look(attributes, "_buffers", module._buffers)
+            _look(attributes, "_buffers", module._buffers, found)
     return found
 
 
-def _number(tensor: torch.Tensor) -> int:
-    return int(tensor.grad_fn._sequence_nr())  # type: ignore[union-attr]
+def _look(holder: Any, key: Any, value: Any, found: list[tuple[Any, Any, Any]]) -> None:
+    if isinstance(value, (torch.Tensor, tuple)) or hasattr(type(value), "__dataclass_fields__"):
+        found.append((holder, key, value))
+    elif type(value) is list:
+        for position, item in enumerate(value):
+            _look(value, position, item, found)
+    elif type(value) is dict:
+        for name, item in value.items():
+            _look(value, name, item, found)
 
 
-def watch_saved(storages: frozenset[int], before_use: Callable[[], None]) -> saved_tensors_hooks:
-    """Call ``before_use`` before backward takes up a saved view of one of ``storages``.
+def map_kept(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """``value`` of :func:`kept_values`, ``function`` applied to its tensors; what cannot be opened stays as it is."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    try:
+        return map_tensors(function, value, "a kept value")
+    except TypeError:
+        return value
+
+
+def is_later(tensor: torch.Tensor, token: torch.Tensor) -> bool:
+    """Whether ``tensor`` was computed after ``token``: autograd numbers nodes as they are made."""
+    if tensor.grad_fn is None or token.grad_fn is None:
+        return False
+    return bool(tensor.grad_fn._sequence_nr() > token.grad_fn._sequence_nr())
+
+
+def aliases(tensor: torch.Tensor, storages: frozenset[int]) -> bool:
+    """Whether ``tensor`` is a view of one of ``storages``."""
+    return type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata in storages
+
+
+def saving_is_watched() -> bool:
+    """Whether hooks for saved tensors are in place already, such as those of a checkpoint around the unit."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def watch_saved(
+    storages: frozenset[int], enter_backward: weakref.WeakMethod[Callable[[], None]]
+) -> saved_tensors_hooks:
+    """Enter the unit's backward before it takes up a saved view of one of ``storages``.
 
     Autograd does not check version counters of what such hooks keep, so they do.
     """
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
-        weight = type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata in storages
-        return tensor, tensor._version, weight
+        # Detached, for a node's own output would keep the node alive.
+        return tensor.detach(), tensor._version, aliases(tensor, storages)
 
     def unpack(packed: tuple[torch.Tensor, int, bool]) -> torch.Tensor:
         tensor, version, weight = packed
+        enter = enter_backward() if weight else None
+        if enter is not None:
+            enter()
         if tensor._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, expected version {version}"
             )
-        if weight:
-            before_use()
         return tensor
 
     return saved_tensors_hooks(pack, unpack)

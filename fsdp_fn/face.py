@@ -41,6 +41,7 @@ class ShardedUnit(Unit):
         self.state = state
         layout, axis = state.layout, state.axis
         self._trainable = trainable_tensors(layout)
+        self._dtypes = [state.precision.main(spec.dtype) for spec in layout.tensors]
         self._specs = [
             ragged_spec(mesh, row_bounds(layout, index), spec.shape, state.precision.main(spec.dtype))
             for index, spec in enumerate(layout.tensors)
@@ -68,14 +69,19 @@ class ShardedUnit(Unit):
                 self._generation.free()
         return super().run(forward, args, kwargs)
 
+    def weights_version(self) -> int:
+        """Changes by optimizers are counted by their hook, those by in-place operations by the parameters."""
+        return self.version + sum(parameter._version for parameter in self.parameters)
+
     def _check_resting(self) -> None:
         """Somebody may have put another parameter in a slot, or asked for a gradient that is not laid out."""
-        resting = self.parameters
+        resting, dtypes = self.parameters, self._dtypes
         for parameters, name, index in self.slots:
-            if parameters[name] is not resting[index]:
+            held = parameters.get(name)
+            if held is not resting[index] or held.dtype is not dtypes[index]:
                 raise RuntimeError(
-                    f"{self.label}: parameter {name!r} was replaced after sharding, so the gathers would not read "
-                    "it; copy new values into the sharded parameter instead"
+                    f"{self.label}: parameter {name!r} was replaced or cast after sharding, so the gathers would "
+                    "not read it; copy new values into the sharded parameter instead"
                 )
         for index in self._frozen:
             if resting[index].requires_grad:
@@ -107,6 +113,7 @@ class ShardedUnit(Unit):
         if not self._trainable:
             return ()
         packed = self._packed
+        self._check_dense(grads)
         packed.allocate()
         copy_packed(grads, packed.views, packed.padding)
         if self._reduced is None:
@@ -118,6 +125,14 @@ class ShardedUnit(Unit):
             torch._foreach_add_(self._reduced.flats, mean)
         packed.free(Release.FREE)
         return ()
+
+    def _check_dense(self, grads: list[torch.Tensor | None]) -> None:
+        for index, grad in zip(self._trainable, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                name = self.state.layout.tensors[index].name
+                raise ValueError(
+                    f"{self.label}: the gradient of {name!r} is {grad.layout}; only dense ones are reduced"
+                )
 
     def _next_generation(self) -> GradientShards:
         """Gradient shards that nobody holds: the last ones if so, else new ones."""

@@ -29,6 +29,8 @@ from fsdp_fn.state import Axis, Buffer, ModelState, UnitState, trainable_segment
 from fsdp_fn.traced import TracedUnit, apply_traced, gather_function
 from fsdp_fn.units import (
     check_parameters,
+    checked_policies,
+    copy_buffers,
     describe_layout,
     device_type_of,
     owned_parameters,
@@ -96,8 +98,7 @@ def shard(
     agreed = ""
     try:
         granularity = sharded_granularity(zero3() if placements is None else placements)
-        precision = PrecisionPolicy() if precision is None else precision
-        policy = SchedulePolicy() if policy is None else policy
+        precision, policy = checked_policies(precision, policy)
         made = _shard(model, axis, device, units, Sharded(granularity), precision, policy)
         layouts = "; ".join(f"{unit.name}: {describe_layout(unit.layout)}" for unit in made[0].units)
         agreed = f"{layouts}; {precision}; {policy}; {granularity}"
@@ -121,20 +122,23 @@ def _shard(
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
     boundaries = {id(model.get_submodule(path)) for path in paths if path}
-    bare = _bare_copy(model)
-    bare_boundaries = {id(bare.get_submodule(path)) for path in paths if path}
-    templates, states, owners = [], {}, dict[int, str]()
+    all_owned, owners = {}, dict[int, str]()
     for path in paths:
         owned = owned_parameters(model.get_submodule(path), lambda child: id(child) in boundaries, path)
         if path and not owned.parameters:
             raise ValueError(f"unit {path!r} has no parameters of its own")
         check_parameters(owned, path, device.type)
+        all_owned[path] = owned
         for name, parameter in zip(owned.names, owned.parameters, strict=True):
             if owners.setdefault(id(parameter), path) != path:
                 raise ValueError(
                     f"parameter {name!r} of unit {path!r} is tied to one of unit {owners[id(parameter)]!r}; put both "
                     "under one unit"
                 )
+    bare = _bare_copy(model)
+    bare_boundaries = {id(bare.get_submodule(path)) for path in paths if path}
+    templates, states = [], {}
+    for path, owned in all_owned.items():
         layout = unit_layout(owned, axis.size, placement.granularity, precision)
         module = bare.get_submodule(path)
         bare_owned = owned_parameters(module, lambda child: id(child) in bare_boundaries, path)
@@ -143,13 +147,15 @@ def _shard(
     for unit in templates:
         unit.module.__class__ = _template_class(cast(Any, type(unit.module)))
     slots = tuple(BufferSlot(name, holder, key) for name, holder, key, _ in registered_buffers(bare))
-    buffers = {name: tensor.detach().clone() for name, _, _, tensor in registered_buffers(model)}
+    buffers = copy_buffers({name: tensor for name, _, _, tensor in registered_buffers(model)})
     template = Template(bare, tuple(templates), slots, axis, device, precision, policy)
     return template, ModelState(states, buffers)
 
 
-def _unit_paths(model: nn.Module, units: Sequence[str | type[nn.Module]]) -> list[str]:
+def _unit_paths(model: nn.Module, units: Sequence[object]) -> list[str]:
     """Paths of the units, nested ones and the root last, in the order of the module tree."""
+    if isinstance(units, str):
+        raise TypeError(f"units: expected a sequence of names or nn.Module classes, got the string {units!r}")
     named = dict(model.named_modules())
     chosen: set[str] = set()
     for unit in units:
@@ -157,7 +163,7 @@ def _unit_paths(model: nn.Module, units: Sequence[str | type[nn.Module]]) -> lis
             if unit not in named:
                 raise ValueError(f"units: {type(model).__name__} has no module {unit!r}")
             chosen.add(unit)
-        elif issubclass(unit, nn.Module):
+        elif isinstance(unit, type) and issubclass(unit, nn.Module):
             found = {path for path, module in named.items() if isinstance(module, unit)}
             if not found:
                 raise ValueError(f"units: {type(model).__name__} has no module of class {unit.__name__}")
@@ -198,7 +204,7 @@ def apply(template: Template, state: ModelState, *args: Any, **kwargs: Any) -> t
     if torch.compiler.is_compiling():
         output, buffers = apply_traced(template.module, template.units, state, template.buffer_slots, args, kwargs)
         return output, dataclasses.replace(state, buffers=buffers)
-    buffers = {name: buffer.clone() for name, buffer in state.buffers.items()}
+    buffers = copy_buffers(state.buffers)
     bracket = Bracket(template.policy.release, template.log)
     *nested, top = template.units
     others = [BoundUnit(unit, state.units[unit.name], bracket, template.device) for unit in nested]
@@ -207,7 +213,25 @@ def apply(template: Template, state: ModelState, *args: Any, **kwargs: Any) -> t
     )  # fmt: skip
     with _bound(root):
         output = template.module(*args, **kwargs)
-    return output, dataclasses.replace(state, buffers=root.buffers)
+        _refuse_new_buffers(template)
+    # Copies: a checkpointed module runs again in backward, and changes its buffers then.
+    return output, dataclasses.replace(state, buffers=copy_buffers(root.buffers))
+
+
+def _refuse_new_buffers(template: Template) -> None:
+    """A buffer that the forward registered has no place in the state: take it off the template, and say so."""
+    known = {(id(slot.buffers), slot.key) for slot in template.buffer_slots}
+    new = []
+    for path, module in template.module.named_modules():
+        for key in [key for key, value in module._buffers.items() if value is not None]:
+            if (id(module._buffers), key) not in known:
+                del module._buffers[key]
+                new.append(f"{path}.{key}" if path else key)
+    if new:
+        raise RuntimeError(
+            f"apply: the forward registered the buffers {new}, which the state of the units has no place "
+            "for; register them where the model is built"
+        )
 
 
 @contextmanager
@@ -243,15 +267,19 @@ def value_and_grad(
 
         with torch.enable_grad():
             loss = loss_function(model, *args)
-            if loss.numel() != 1:
-                raise ValueError(
-                    f"value_and_grad: expected loss_function to return a scalar, got shape {tuple(loss.shape)}"
-                )
+            _check_loss(loss)
         if loss.requires_grad:
             loss.backward()
         return loss.detach(), gradients_of(current), without_gradients(current)
 
     return step
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"value_and_grad: expected loss_function to return a tensor, got {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise ValueError(f"value_and_grad: expected loss_function to return a scalar, got shape {tuple(loss.shape)}")
 
 
 def with_gradients(state: ModelState) -> ModelState:
@@ -273,6 +301,12 @@ def add_gradients(first: dict[str, Buffer], second: dict[str, Buffer]) -> dict[s
     """Sum of two microbatches' gradients, in new buffers."""
     if list(first) != list(second):
         raise ValueError(f"add_gradients: expected the same units, got {list(first)} and {list(second)}")
+    for name, buffer in first.items():
+        other = second[name]
+        if (buffer.layout, buffer.axis, buffer.held) != (other.layout, other.axis, other.held):
+            raise ValueError(
+                f"add_gradients: unit {name!r} is laid out differently in the two; they must come from one shard()"
+            )
     return {
         name: dataclasses.replace(
             buffer, segments=tuple(torch._foreach_add(list(buffer.segments), list(second[name].segments)))

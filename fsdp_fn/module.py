@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_fn.bracket import Bracket
@@ -25,11 +30,12 @@ from fsdp_fn.face import ShardedUnit
 from fsdp_fn.groups import axis_of, default_mesh, mesh_device, raise_together
 from fsdp_fn.placement import Placements, sharded_granularity, zero3
 from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
-from fsdp_fn.ragged import restore_optimizer_state
+from fsdp_fn.ragged import RaggedTensor, restore_optimizer_state
 from fsdp_fn.state import UnitState
 from fsdp_fn.units import (
     OwnedParameters,
     check_parameters,
+    checked_policies,
     describe_layout,
     device_type_of,
     owned_parameters,
@@ -41,6 +47,10 @@ ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 _sharded_originals = WeakTensorKeyDictionary()
 """Plain parameters that a unit replaced, and where: a second unit that still holds one has a tie to the first."""
+
+
+_live_units: weakref.WeakSet[ShardedUnit] = weakref.WeakSet()
+"""Every wrapped unit: an optimizer's step changes the weights of those whose parameters it holds."""
 
 
 class FsdpModule:
@@ -101,15 +111,15 @@ def fully_shard(
     device = mesh_device(mesh)
     prepared: ShardedUnit | None = None
     owned = OwnedParameters((), (), (), (), ())
-    policy = SchedulePolicy() if policy is None else policy
     fault: Exception | None = None
     agreed = ""
     try:
         granularity = sharded_granularity(zero3() if placements is None else placements)
+        precision, policy = checked_policies(precision, policy)
         owned = _owned(module, name, mesh.device_type)
-        layout = unit_layout(owned, axis.size, granularity, precision or PrecisionPolicy())
+        layout = unit_layout(owned, axis.size, granularity, precision)
         agreed = f"{name}: {describe_layout(layout)}; {precision}; {policy}; {granularity}"
-        state = shard_unit(name, owned.parameters, layout, axis, precision or PrecisionPolicy(), device)
+        state = shard_unit(name, owned.parameters, layout, axis, precision, device)
         prepared = ShardedUnit(owned, state, mesh, Bracket(policy.release), device)
     except Exception as error:
         fault = error
@@ -122,8 +132,10 @@ def fully_shard(
 def _owned(module: nn.Module, name: str, device_type: str) -> OwnedParameters:
     if isinstance(module, FsdpModule):
         raise ValueError(f"{name} is wrapped already")
-    if type(module).forward is nn.Module.forward:
+    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
         raise ValueError(f"{name} has no forward of its own, so its weights would never be gathered: wrap its children")
+    if "forward" in vars(module):
+        raise ValueError(f"{name} has its forward set on the instance, which would run without its weights: unset it")
     owned = owned_parameters(module, lambda child: isinstance(child, FsdpModule))
     if not owned.parameters and not any(isinstance(child, FsdpModule) for child in module.modules()):
         raise ValueError(f"{name} has no parameters: there is nothing to shard")
@@ -134,6 +146,11 @@ def _owned(module: nn.Module, name: str, device_type: str) -> OwnedParameters:
                 "holds; put both under one unit"
             )
     check_parameters(owned, name, device_type)
+    for path, parameter in zip(owned.names, owned.parameters, strict=True):
+        if not parameter.shape:
+            raise ValueError(
+                f"parameter {path!r} of {name} has no dimension, so no rows to share out: give it shape (1,)"
+            )
     return owned
 
 
@@ -144,11 +161,12 @@ def _commit(module: nn.Module, owned: OwnedParameters, sharded: ShardedUnit) -> 
     for parameters, name, index in owned.slots:
         parameters[name] = sharded.parameters[index]
     module.__dict__["_fsdp_unit"] = sharded
+    module.__class__ = _wrapped_class(cast(Any, type(module)))
+    _live_units.add(sharded)
     for path, child in module.named_modules():
         if isinstance(child, FsdpModule):
             child._fsdp_unit.rename(path)
             child._fsdp_unit.bracket = sharded.bracket
-    module.__class__ = _wrapped_class(cast(Any, type(module)))
 
 
 @functools.cache
@@ -180,8 +198,34 @@ def record_events(module: nn.Module) -> Iterator[EventLog]:
             bracket.log = before[key]
 
 
-def _restore_state_placements(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def mark_weights_changed(module: nn.Module) -> None:
+    """Say that something other than a ``torch.optim`` optimizer wrote the sharded parameters under ``module``.
+
+    The next gather reads them in any case; this lets a backward of an earlier forward be refused, as plain PyTorch
+    would refuse it.
+    """
+    for child in module.modules():
+        if isinstance(child, FsdpModule):
+            child._fsdp_unit.version += 1
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not isinstance(parameter, RaggedTensor) and parameter in _sharded_originals:
+                raise RuntimeError(
+                    f"this optimizer ({type(optimizer).__name__}) was made before fully_shard and holds the plain "
+                    f"parameter {_sharded_originals[parameter]}, which the model no longer reads: make it afterwards"
+                )
     restore_optimizer_state(optimizer)
 
 
-register_optimizer_step_pre_hook(_restore_state_placements)
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for unit in _live_units:
+        if any(id(parameter) in stepped for parameter in unit.parameters):
+            unit.version += 1
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -8,6 +8,10 @@ autograd saved stays valid and holds no bytes in between.
 refill is a write, so it goes through ``writers``: tensors over the same storage made apart from ``flats``,
 with a counter of their own. The views that a model computes with are made from ``flats``, whose counter a
 refill never moves, while an in-place change by the model still does, and is still caught.
+
+[Note: a released weight is a changed one] Reading a storage that holds no bytes ends the process. So while it is
+released, the counter of ``flats`` stands one higher than autograd saw it: whatever backward would read of it, reached
+by a way that gathers nothing, is refused before it is read. The next allocation sets the counter back.
 """
 
 from __future__ import annotations
@@ -66,12 +70,17 @@ class ResizedBuffer:
             self.views = tensor_views(layout, held, self.flats)
             self.padding = gap_views(layout, held, self.writers)
         self.storages = frozenset({self._storage._cdata})
-        self._storage.resize_(0)
+        self._readable = readable
+        self._version: int | None = None
+        self.free(Release.FREE)
 
     def allocate(self) -> None:
         """Give the buffer its bytes, uninitialised."""
         if self._storage.nbytes() != self.nbytes:
             self._storage.resize_(self.nbytes)
+        if self._version is not None:
+            _set_version(self._readable, self._version)
+            self._version = None
 
     def free(self, release: Release) -> None:
         """Give the bytes back, or poison them, as ``release`` says."""
@@ -79,6 +88,9 @@ class ResizedBuffer:
             self._bytes.fill_(_POISON_BYTE)
         else:
             self._storage.resize_(0)
+        if self._version is None:
+            self._version = self._readable._version
+            _set_version(self._readable, self._version + 1)
 
     @property
     def allocated(self) -> int:
@@ -102,6 +114,10 @@ class MainWeights:
 
     def free(self, release: Release) -> None:
         """Nothing to do: they are not a copy."""
+
+
+def _set_version(tensor: torch.Tensor, version: int) -> None:
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def weight_storage(unit: UnitState, device: torch.device) -> ResizedBuffer | MainWeights:

@@ -21,6 +21,7 @@ from fsdp_fn.binding import BOUND, BufferSlot, UnitTemplate
 from fsdp_fn.collectives import gather_planes, reduce_scatter
 from fsdp_fn.planes import Phase
 from fsdp_fn.state import ModelState, UnitState, trainable_tensors
+from fsdp_fn.units import copy_buffers
 
 
 def _recompute_gathers(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -93,8 +94,9 @@ def apply_traced(
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Output of ``module`` with the weights and buffers of ``state``, and the buffers after it."""
     bare = [slot.buffers[slot.key] for slot in slots]
+    copies = copy_buffers(state.buffers)
     for slot in slots:
-        slot.buffers[slot.key] = state.buffers[slot.name].clone()
+        slot.buffers[slot.key] = copies[slot.name]
     for template in templates:
         template.module.__dict__[BOUND] = TracedUnit(template, state.units[template.name])
     output = module(*args, **kwargs)

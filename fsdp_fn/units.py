@@ -6,18 +6,20 @@ names is stored once. Nothing here changes a module. What cannot be sharded is r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_fn.bracket import Slot
+from fsdp_fn.groups import axis_of, mesh_device, raise_together
 from fsdp_fn.layout import Granularity, Layout, TensorSpec, local_offset, owned_range, plan_layout
-from fsdp_fn.placement import Sharded
-from fsdp_fn.policy import PrecisionPolicy
+from fsdp_fn.placement import Placements, Sharded, sharded_granularity, zero3
+from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
 from fsdp_fn.state import Axis, Buffer, UnitState
 
 
@@ -70,10 +72,10 @@ def _walk(
 
 
 def device_type_of(module: object) -> str:
-    """Device type of the first parameter, "cpu" without one; TypeError where ``module`` is no module."""
+    """Device type of the first parameter that holds values, "cpu" without one; TypeError for what is no module."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected an nn.Module, got {type(module).__name__}")
-    first = next(module.parameters(), None)
+    first = next((parameter for parameter in module.parameters() if not parameter.is_meta), None)
     return "cpu" if first is None else first.device.type
 
 
@@ -95,6 +97,19 @@ def check_parameters(owned: OwnedParameters, unit: str, device_type: str) -> Non
             raise ValueError(f"{label} has gradient hooks, which sharding would drop: register them afterwards")
         if parameter.grad is not None:
             raise ValueError(f"{label} has a gradient, which sharding would drop: call zero_grad() first")
+
+
+def checked_policies(
+    precision: PrecisionPolicy | None, policy: SchedulePolicy | None
+) -> tuple[PrecisionPolicy, SchedulePolicy]:
+    """Both policies, the default where None is given; TypeError, naming the argument, for anything else."""
+    precision = PrecisionPolicy() if precision is None else precision
+    policy = SchedulePolicy() if policy is None else policy
+    if not isinstance(precision, PrecisionPolicy):
+        raise TypeError(f"precision: expected a PrecisionPolicy, got {precision!r}")
+    if not isinstance(policy, SchedulePolicy):
+        raise TypeError(f"policy: expected a SchedulePolicy, got {policy!r}")
+    return precision, policy
 
 
 def unit_layout(
@@ -134,6 +149,44 @@ def shard_unit(
     return UnitState(name, main, precision)
 
 
+def shard_tensors(
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    mesh: DeviceMesh,
+    *,
+    frozen: Sequence[str] = (),
+    placements: Placements | None = None,
+    precision: PrecisionPolicy | None = None,
+) -> UnitState:
+    """A unit made from plain full tensors by name, for those who write schedules from the primitives.
+
+    Each rank keeps its part of its own values; all ranks of ``mesh`` (one dimension) must call, with the same names,
+    shapes and dtypes. ``frozen``: names that get no gradient. ``placements``: default ``zero3()``. Raises ValueError
+    or TypeError on the rank at fault, :class:`~fsdp_fn.groups.RankFault` on the others.
+    """
+    axis, device = axis_of(mesh), mesh_device(mesh)
+    made: UnitState | None = None
+    fault: Exception | None = None
+    agreed = ""
+    try:
+        unknown = [key for key in frozen if key not in tensors]
+        if unknown or not tensors:
+            raise ValueError(f"unit {name!r}: expected tensors, and frozen names among {list(tensors)}; got {unknown}")
+        parameters = tuple(nn.Parameter(t.detach(), requires_grad=k not in frozen) for k, t in tensors.items())
+        owned = OwnedParameters((), tuple(tensors), parameters, (), ())
+        check_parameters(owned, name, mesh.device_type)
+        precision = PrecisionPolicy() if precision is None else precision
+        granularity = sharded_granularity(zero3() if placements is None else placements)
+        layout = unit_layout(owned, axis.size, granularity, precision)
+        agreed = f"{name}: {describe_layout(layout)}; {precision}; {granularity}"
+        made = shard_unit(name, parameters, layout, axis, precision, device)
+    except Exception as error:
+        fault = error
+    raise_together(fault, axis, device, agreed, f"shard_tensors({name!r})")
+    assert made is not None
+    return made
+
+
 def describe_layout(layout: Layout) -> str:
     """What ranks must have in common before they shard: names, shapes, dtypes, gradients."""
     parts = [
@@ -141,6 +194,12 @@ def describe_layout(layout: Layout) -> str:
         for spec in layout.tensors
     ]
     return "; ".join(parts)
+
+
+def copy_buffers(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of module buffers; one that stands under two names is copied once."""
+    copies: dict[int, torch.Tensor] = {}
+    return {name: copies.setdefault(id(buffer), buffer.detach().clone()) for name, buffer in buffers.items()}
 
 
 def registered_buffers(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:

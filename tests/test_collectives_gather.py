@@ -186,3 +186,21 @@ def units_without_elements() -> tuple[list[tuple[int, ...]], int, list[tuple[int
 
 def test_units_with_no_tensor_or_no_element_are_served(world_size: int) -> None:
     assert run_distributed(world_size, units_without_elements) == [([], 0, [(0, 3)], 0)] * world_size
+
+
+def gather_alone_into_given() -> None:
+    """With ``out`` a group of one rank copies, so that a schedule with buffers of its own runs at any size."""
+    unit = unit_on_ranks((((4, 4), torch.float32), ((8,), torch.bfloat16)))
+    whole = gather_planes(unit, Phase.FORWARD)
+    flats = tuple(torch.full_like(flat, 9) for flat in whole.planes[PlaneKind.DENSE].segments)
+    given = dataclasses.replace(
+        whole, planes={PlaneKind.DENSE: dataclasses.replace(whole.planes[PlaneKind.DENSE], segments=flats)}
+    )
+    result = gather_planes(unit, Phase.FORWARD, out=given)
+    for flat, mine, main in zip(result.planes[PlaneKind.DENSE].segments, flats, unit.main.segments, strict=True):
+        assert flat.data_ptr() == mine.data_ptr() != main.data_ptr()
+        assert torch.equal(flat, main)
+
+
+def test_alone_a_given_buffer_is_written() -> None:
+    run_distributed(1, gather_alone_into_given)

@@ -39,10 +39,11 @@ def plain_gradients(weights: dict[str, dict[str, torch.Tensor]], ranks: int) -> 
 
 
 def own_part() -> tuple[custom_schedule.Network, torch.Tensor, torch.Tensor]:
-    axis = fsdp_fn.axis_of(default_mesh("cpu"))
+    mesh = default_mesh("cpu")
+    axis = fsdp_fn.axis_of(mesh)
     rows = slice(axis.rank * custom_schedule.ROWS_PER_RANK, (axis.rank + 1) * custom_schedule.ROWS_PER_RANK)
     inputs, targets = custom_schedule.make_batch(axis.size)
-    return custom_schedule.make_network(axis, torch.device("cpu")), inputs[rows], targets[rows]
+    return custom_schedule.make_network(mesh, torch.device("cpu")), inputs[rows], targets[rows]
 
 
 def owned_parts(units: list[tuple[fsdp_fn.UnitState, fsdp_fn.Buffer]]) -> list[torch.Tensor]:

@@ -21,12 +21,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import fsdp_fn
 from fsdp_fn import Phase
-from fsdp_fn.units import shard_unit
 
 FEATURES, HIDDEN, CLASSES = 16, 33, 5
 ROWS_PER_RANK = 32
@@ -74,18 +73,10 @@ def make_batch(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, inputs[:, :CLASSES].argmax(1)
 
 
-def shard_tensors(
-    name: str, tensors: Mapping[str, torch.Tensor], axis: fsdp_fn.Axis, device: torch.device
-) -> fsdp_fn.UnitState:
-    """A unit from plain tensors: plan where each element lives, then keep this rank's part."""
-    specs = [fsdp_fn.TensorSpec(key, tuple(value.shape), value.dtype) for key, value in tensors.items()]
-    layout = fsdp_fn.plan_layout(specs, axis.size)
-    return shard_unit(name, list(tensors.values()), layout, axis, fsdp_fn.PrecisionPolicy(), device)
-
-
-def make_network(axis: fsdp_fn.Axis, device: torch.device) -> Network:
-    """Both units, sharded over ``axis``."""
-    first, second = (shard_tensors(name, tensors, axis, device) for name, tensors in make_weights().items())
+def make_network(mesh: DeviceMesh, device: torch.device) -> Network:
+    """Both units, sharded over ``mesh``."""
+    weights = {name: {key: value.to(device) for key, value in unit.items()} for name, unit in make_weights().items()}
+    first, second = (fsdp_fn.shard_tensors(name, tensors, mesh) for name, tensors in weights.items())
     return Network(first, second)
 
 
@@ -107,7 +98,6 @@ def start_gather(unit: fsdp_fn.UnitState, phase: Phase, trace: Trace) -> fsdp_fn
     """Full weights under way. All ranks start their gathers and reductions in one order: no ifs here."""
     trace.note("start gather", unit)
     pending = fsdp_fn.gather_planes(unit, phase, async_op=True)
-    assert isinstance(pending, fsdp_fn.Pending)
     return pending
 
 
@@ -115,7 +105,6 @@ def start_reduce(unit: fsdp_fn.UnitState, grads: list[torch.Tensor], trace: Trac
     """This rank's shard of the mean gradient under way; ``grads`` in the order of the unit's tensors."""
     trace.note("start reduce", unit)
     pending = fsdp_fn.reduce_scatter(grads, unit, async_op=True)
-    assert isinstance(pending, fsdp_fn.Pending)
     return pending
 
 
@@ -215,7 +204,7 @@ def main() -> None:
         axis = fsdp_fn.axis_of(mesh)
         rows = slice(axis.rank * ROWS_PER_RANK, (axis.rank + 1) * ROWS_PER_RANK)
         inputs, targets = (whole[rows].to(device) for whole in make_batch(axis.size))
-        network = make_network(axis, device)
+        network = make_network(mesh, device)
         for step in range(STEPS):
             trace = Trace()
             network, loss = train_step(network, inputs, targets, LEARNING_RATE, trace)

@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from lm.ending import Farewell, leave
 from lm.settings import Settings, parse_settings
+
+SIGNAL_UNDER_WAY_SECONDS = 1.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,6 +63,10 @@ def run_rank(settings: Settings) -> int:
         print(f"[rank {dist.get_rank()}] error: {error}", file=sys.stderr, flush=True)
         dist.barrier()  # every rank has said it before the first exit makes torchrun end the others
         code = 2
+    except Exception:
+        # Interrupted ranks break the collectives of the others, whose own signal is on its way: it goes first.
+        time.sleep(SIGNAL_UNDER_WAY_SECONDS)
+        raise
     dist.destroy_process_group()
     farewell.dismiss()
     return code

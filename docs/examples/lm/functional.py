@@ -44,7 +44,8 @@ class FunctionalTraining:
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits, _ = fsdp_fn.apply(self.template, self.state, tokens)
+        output, _ = fsdp_fn.apply(self.template, self.state, tokens)
+        logits: torch.Tensor = output
         return logits
 
     def save(self, root: Path, step: int, extra: dict[str, Any]) -> Path:
