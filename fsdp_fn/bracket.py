@@ -82,8 +82,14 @@ class _BackwardPass:
     def __call__(self) -> None:
         """The backward pass ended as it should."""
         self._close()
-        for unit in self.delivered:
-            unit.finish_backward()
+        waiting = list(self.delivered)
+        try:
+            while waiting:
+                waiting.pop(0).finish_backward()
+        finally:
+            # A user's hook raised: what the other units reduced must not be added to the next backward's.
+            for unit in waiting:
+                unit.drop_backward()
 
     def __del__(self) -> None:
         if not self._ended:

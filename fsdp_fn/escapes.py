@@ -19,6 +19,7 @@ from torch.nn.modules import module as module_hooks
 
 from fsdp_fn.containers import map_tensors
 
+_PLAIN = frozenset((int, float, bool, str, type(None)))
 _INTERNALS = frozenset(vars(nn.Module()))
 
 
@@ -62,14 +63,19 @@ def kept_values(modules: WatchedModules) -> list[tuple[Any, Any, Any]]:
     for attributes, internals, module in modules.attributes():
         if len(attributes) > internals:
             for key, value in islice(attributes.items(), internals, None):
-                _look(attributes, key, value, found)
+                if type(value) not in _PLAIN:
+                    _look(attributes, key, value, found)
         if module._buffers:
             _look(attributes, "_buffers", module._buffers, found)
     return found
 
 
 def _look(holder: Any, key: Any, value: Any, found: list[tuple[Any, Any, Any]]) -> None:
-    if isinstance(value, (torch.Tensor, tuple)) or hasattr(type(value), "__dataclass_fields__"):
+    if isinstance(value, tuple):
+        # Sizes, strides and the like: most tuples of a module.
+        if any(type(item) not in _PLAIN for item in value):
+            found.append((holder, key, value))
+    elif isinstance(value, torch.Tensor) or hasattr(type(value), "__dataclass_fields__"):
         found.append((holder, key, value))
     elif type(value) is list:
         for position, item in enumerate(value):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_fn.bracket import Bracket, Unit
 from fsdp_fn.collectives import copy_packed, reduce_packed
@@ -20,6 +21,7 @@ from fsdp_fn.gradients import GradientShards
 from fsdp_fn.layout import row_bounds
 from fsdp_fn.policy import Release
 from fsdp_fn.ragged import from_spec, ragged_spec
+from fsdp_fn.ragged_placement import is_ragged
 from fsdp_fn.runtime import MainWeights, ResizedBuffer, fill_weights, weight_storage
 from fsdp_fn.state import UnitState, trainable_segments, trainable_tensors
 from fsdp_fn.units import OwnedParameters
@@ -64,14 +66,19 @@ class ShardedUnit(Unit):
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module's forward with the full weights in place."""
         if self.resting_now:
-            self._check_resting()
-            if self._generation is not None and self._generation.unused():
+            # On torch before 2.13 every attribute of a ragged tensor is a call otherwise.
+            with torch._C.DisableTorchFunctionSubclass():
+                self._check_resting()
+            # What a backward has reduced and not yet handed over is nobody's either, and is still needed: a checkpoint
+            # may recompute this unit's next call when its last one is through.
+            if self._reduced is None and self._generation is not None and self._generation.unused():
                 self._generation.free()
         return super().run(forward, args, kwargs)
 
     def weights_version(self) -> int:
         """Changes by optimizers are counted by their hook, those by in-place operations by the parameters."""
-        return self.version + sum(parameter._version for parameter in self.parameters)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.version + sum(parameter._version for parameter in self.parameters)
 
     def _check_resting(self) -> None:
         """Somebody may have put another parameter in a slot, or asked for a gradient that is not laid out."""
@@ -147,27 +154,38 @@ class ShardedUnit(Unit):
         if reduced is None:
             return
         targets, addends = [], []
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for position, index in enumerate(self._trainable):
                 parameter = self.parameters[index]
                 if not parameter.requires_grad:
                     continue
                 grad = reduced.faces[position]
                 if parameter._backward_hooks:
-                    grad = _hooked(parameter, grad)
+                    with torch._C._EnableTorchFunction():
+                        grad = _hooked(parameter, grad)
+                    self._check_alike(grad, index, "what a hook made of the gradient of")
                 held: Any = parameter.grad
                 if held is None:
                     parameter.grad = grad
                 else:
+                    self._check_alike(held, index, "the .grad that was set on")
                     targets.append(held._local_tensor)
                     addends.append(grad._local_tensor)
             if targets:
                 torch._foreach_add_(targets, addends)
-        for index in self._trainable:
-            after: Any = getattr(self.parameters[index], "_post_accumulate_grad_hooks", None)
-            if after:
-                for hook in tuple(after.values()):
-                    hook(self.parameters[index])
+            accumulated = [parameter for parameter in self.parameters if _has_accumulate_hooks(parameter)]
+        for parameter in accumulated:
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            for hook in tuple(hooks.values()):
+                hook(parameter)
+
+    def _check_alike(self, grad: Any, index: int, what: str) -> None:
+        if not is_ragged(grad) or grad.placements != self._specs[index].placements:
+            placed = f" of placements {grad.placements}" if isinstance(grad, DTensor) else ""
+            raise TypeError(
+                f"{self.label}: {what} {self.state.layout.tensors[index].name!r} is a {type(grad).__name__}{placed}; "
+                "expected a tensor sharded as the parameter is, such as torch.zeros_like(parameter)"
+            )
 
     def drop_backward(self) -> None:
         """The backward failed: its gradients are not delivered."""
@@ -178,6 +196,11 @@ def _face(local: torch.Tensor, spec: Any, original: nn.Parameter) -> nn.Paramete
     parameter = nn.Parameter(from_spec(local, spec, False), requires_grad=original.requires_grad)
     parameter.__dict__.update(original.__dict__)
     return parameter
+
+
+def _has_accumulate_hooks(parameter: nn.Parameter) -> bool:
+    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(hooks) and parameter.requires_grad
 
 
 def _hooked(parameter: nn.Parameter, grad: Any) -> Any:

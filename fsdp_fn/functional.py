@@ -357,12 +357,15 @@ def _check_state(template: Any, state: Any) -> None:
         raise ValueError(f"state has units {list(state.units)}, the template {names}: they must come from one shard()")
     for unit in template.units:
         given = units[unit.name]
-        if given.layout != unit.layout or given.axis != template.axis:
-            raise ValueError(
-                f"unit {unit.name!r}: the state's layout or axis ({given.axis}) is not the template's ({template.axis})"
-            )
+        if given.axis != template.axis:
+            raise ValueError(f"unit {unit.name!r}: state is on {given.axis}, the template on {template.axis}")
         if given.precision != template.precision:
             raise ValueError(f"unit {unit.name!r}: state has {given.precision}, the template {template.precision}")
+        if given.layout != unit.layout:
+            raise ValueError(
+                f"unit {unit.name!r}: state holds {describe_layout(given.layout)}, by {given.layout.granularity}; the "
+                f"template {describe_layout(unit.layout)}, by {unit.layout.granularity}"
+            )
     expected = [slot.name for slot in template.buffer_slots]
     if list(state.buffers) != expected:
         raise ValueError(f"state has module buffers {list(state.buffers)}, the template {expected}")

@@ -41,7 +41,10 @@ class GradientShards:
             for tensor in tensors:
                 counts.append(sys.getrefcount(tensor))
                 counts.append(tensor._use_count())  # type: ignore[attr-defined]
-        counts += [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
+        for storage in self._storages:
+            # Python has one object for a storage, however many names it has there, and that counts as one use.
+            counts.append(sys.getrefcount(storage))
+            counts.append(torch._C._storage_Use_Count(storage._cdata))
         return counts
 
     def unused(self) -> bool:

@@ -65,11 +65,14 @@ class FsdpModule:
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As ``nn.Module.load_state_dict``; ``assign=True`` is refused, for it would part parameters from weights."""
         if assign:
-            raise ValueError(
-                "load_state_dict(assign=True) would replace sharded parameters by others that the gathers do not read; "
-                "load with assign=False, which copies"
-            )
+            _refuse_assign()
         return super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        """As ``nn.Module``'s; here an ``assign=True`` that came from a module above is refused before it acts."""
+        if local_metadata.get("assign_to_params_buffers"):
+            _refuse_assign()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """``.to()``, ``.half()``, ``.cuda()`` and the like: what would move or cast sharded weights is refused."""
@@ -84,6 +87,13 @@ class FsdpModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(f"{type(self).__name__} is sharded and cannot be copied: copy the module before fully_shard")
+
+
+def _refuse_assign() -> NoReturn:
+    raise ValueError(
+        "load_state_dict(assign=True) would replace sharded parameters by others that the gathers do not read; "
+        "load with assign=False, which copies"
+    )
 
 
 def fully_shard(

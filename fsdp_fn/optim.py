@@ -140,6 +140,8 @@ class SGD:
         slots = ("momentum_buffer",) if self.momentum else ()
         _check(gradients, optimizer_state, state, slots)
         weights, grads = _flat(_trainable(state)), _flat(gradients)
+        if self.nesterov:
+            grads = [grad.clone() for grad in grads]  # torch's multi-tensor SGD adds the momentum into them
         # Zero momentum is the same as none yet: momentum * 0 + gradient is the gradient, to the bit.
         momenta = _flat(optimizer_state.slots["momentum_buffer"]) if self.momentum else [None] * len(weights)
         with torch.no_grad():

@@ -48,7 +48,8 @@ class PrecisionPolicy:
     ``compute_dtype``: the gathered weights that forward and backward compute with.
     ``reduce_dtype``: gradients while they are summed over ranks; None means the main weights' dtype.
 
-    Only floating-point parameters are ever cast; integer, bool and complex ones keep their dtype.
+    Only floating-point parameters of 16 bits or more are ever cast; integer, bool, complex and 8-bit floating-point
+    ones (codes that have scales elsewhere) keep their dtype.
     """
 
     main_dtype: torch.dtype | None = None
@@ -63,12 +64,16 @@ class PrecisionPolicy:
 
     def main(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of the main weight of a parameter that the model holds in ``dtype``."""
-        return self.main_dtype if self.main_dtype is not None and dtype.is_floating_point else dtype
+        return self.main_dtype if self.main_dtype is not None and _is_cast(dtype) else dtype
 
     def compute(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which a parameter that the model holds in ``dtype`` is gathered and computed with."""
-        return self.compute_dtype if self.compute_dtype is not None and dtype.is_floating_point else dtype
+        return self.compute_dtype if self.compute_dtype is not None and _is_cast(dtype) else dtype
 
     def reduce(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which gradients of a parameter that the model holds in ``dtype`` are summed over ranks."""
-        return self.reduce_dtype if self.reduce_dtype is not None and dtype.is_floating_point else self.main(dtype)
+        return self.reduce_dtype if self.reduce_dtype is not None and _is_cast(dtype) else self.main(dtype)
+
+
+def _is_cast(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1

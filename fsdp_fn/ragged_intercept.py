@@ -40,6 +40,10 @@ def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], make: Ma
 
     Raises NotImplementedError where autograd would record the call.
     """
+    if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
+        # An attribute of the tensor itself (grad, requires_grad, dtype…) is no operation on its rows.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass(), _RaggedMode(make):
         result = func(*args, **kwargs)
     if any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in pytree.tree_leaves(result)):

@@ -167,18 +167,24 @@ def segments_of(buffer: Buffer) -> Iterable[tuple[Segment, torch.Tensor]]:
 
 
 def register_state(cls: type[Any], children: tuple[str, ...]) -> None:
-    """Register a dataclass as a pytree: ``children`` hold tensors or pytrees, every other field is static."""
-    static = tuple(field.name for field in dataclasses.fields(cls) if field.name not in children)
+    """Register a dataclass as a pytree: ``children`` hold tensors or pytrees, every other field is static.
+
+    A child that is None is static too: torch's pytree would make it a leaf, and leaves here are tensors.
+    """
+    fields = tuple(field.name for field in dataclasses.fields(cls))
 
     def flatten(value: Any) -> tuple[list[Any], Any]:
-        return [getattr(value, name) for name in children], tuple(getattr(value, name) for name in static)
+        held = tuple(name for name in children if getattr(value, name) is not None)
+        static = tuple((name, getattr(value, name)) for name in fields if name not in held)
+        return [getattr(value, name) for name in held], (held, static)
 
     def unflatten(leaves: Iterable[Any], context: Any) -> Any:
-        return cls(**dict(zip(children, leaves, strict=True)), **dict(zip(static, context, strict=True)))
+        held, static = context
+        return cls(**dict(zip(held, leaves, strict=True)), **dict(static))
 
     def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
         leaves, context = flatten(value)
-        return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(children, leaves, strict=True)], context
+        return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(context[0], leaves, strict=True)], context
 
     pytree.register_pytree_node(
         cls,

@@ -89,6 +89,11 @@ def check_parameters(owned: OwnedParameters, unit: str, device_type: str) -> Non
             raise ValueError(f"{label} is a DTensor already; expected a plain parameter that no other unit shards")
         if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
             raise TypeError(f"{label}: expected a dense torch.Tensor, got {type(parameter.data).__name__}")
+        if type(parameter) is not nn.Parameter:
+            raise TypeError(
+                f"{label}: expected a torch.nn.Parameter, got its subclass {type(parameter).__name__}, whose class "
+                "sharding would drop"
+            )
         if parameter.device.type != device_type:
             raise ValueError(
                 f"{label} is on {parameter.device}, the mesh on {device_type!r}: move the model there before sharding"

@@ -63,6 +63,17 @@ def delete_a_parameter() -> None:
         model(vectors())
 
 
+def parameter_subclass() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    for path in PATHS.values():
+        model = nn.Linear(3, 3)
+        model.weight = Special(model.weight.detach())
+        with pytest.raises(TypeError, match=r"'weight'.*Special"):
+            path(model)
+
+
 def sparse_gradient() -> None:
     class Sparse(nn.Module):
         def __init__(self) -> None:
@@ -94,6 +105,7 @@ CASES: list[Callable[[], None]] = [
     optimizer_made_before,
     cast_a_part,
     delete_a_parameter,
+    parameter_subclass,
     sparse_gradient,
     replaced_forward,
 ]

@@ -139,8 +139,8 @@ def test_a_step_holds_one_unit_at_a_time_and_leaves_nothing(fake_ranks: int) -> 
         at_rest = torch.cuda.memory_allocated()
         model(x).sum().backward()
         peak = torch.cuda.max_memory_allocated() - at_rest
-        # Two units' weights never overlap here; a unit's gradients are packed while its weights are still there.
-        assert peak < 4 * full, (step, peak / full)
+        # One unit's weights, their gradients, and the packed copy of these; and the shards of all gradients.
+        assert peak < 3 * full + depth * full / fake_ranks + 0.25 * full, (step, peak / full)
         model.zero_grad()
     torch.cuda.synchronize()
     assert all(unit.storage.allocated == 0 for unit in (layer._fsdp_unit for layer in model))
