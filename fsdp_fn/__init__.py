@@ -14,17 +14,8 @@ from fsdp_fn.checkpoint import (
 )
 from fsdp_fn.collectives import Pending, gather_planes, reduce_scatter
 from fsdp_fn.events import Action, EventLog, LoggedEvent
-from fsdp_fn.functional import (
-    Template,
-    add_gradients,
-    apply,
-    gradients_of,
-    recording,
-    shard,
-    value_and_grad,
-    with_gradients,
-    without_gradients,
-)
+from fsdp_fn.functional import Template, apply, recording, shard, value_and_grad
+from fsdp_fn.gradient_state import add_gradients, gradients_of, with_gradients, without_gradients
 from fsdp_fn.groups import RankFault, axis_of
 from fsdp_fn.layout import (
     BlockAtomic,

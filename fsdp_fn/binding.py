@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_fn.bracket import Bracket, Unit
+from fsdp_fn.bracket import Unit
 from fsdp_fn.collectives import reduce_scatter
 from fsdp_fn.layout import Layout
+from fsdp_fn.passes import Bracket
 from fsdp_fn.runtime import fill_weights, weight_storage
 from fsdp_fn.state import UnitState, trainable_tensors
 from fsdp_fn.units import OwnedParameters

@@ -14,10 +14,6 @@ undefined one would send Open to the CPU's queue and out of that order.
 
 [Note: leaves] Between the two, the modules hold *leaves*: tensors over the same storage with no history. What is
 recomputed inside the unit reads them; a reentrant checkpoint accumulates into their ``.grad``, which Open adds.
-
-[Note: sweep] ``autograd.grad`` for an input only never reaches Open. So the first Close of a backward queues a
-callback for its end, which releases what is still gathered. If that backward raises, the callback is dropped unrun;
-dropping it is then the signal to put everything back.
 """
 
 from __future__ import annotations
@@ -34,91 +30,13 @@ from torch import nn
 
 from fsdp_fn.containers import map_tensors
 from fsdp_fn.escapes import WatchedModules, aliases, is_later, kept_values, map_kept, saving_is_watched, watch_saved
-from fsdp_fn.events import Action, EventLog
+from fsdp_fn.events import Action
+from fsdp_fn.passes import BackwardPass, Bracket, UnitCall, in_backward
 from fsdp_fn.planes import Phase
-from fsdp_fn.policy import Release
 from fsdp_fn.runtime import WeightStorage
 
 Slot = tuple[dict[str, Any], str, int]
 """Where a weight stands: a module's ``_parameters``, its name in it, its index in the unit's layout."""
-
-
-def in_backward() -> bool:
-    """Whether the caller runs inside a backward pass."""
-    return torch._C._current_graph_task_id() != -1
-
-
-class Bracket:
-    """What the units of one model share: the backward passes under way, and the log, if any."""
-
-    def __init__(self, release: Release, log: EventLog | None = None) -> None:
-        self.release = release
-        self.log = log
-        self.open: list[UnitCall] = []
-        self._passes: dict[int, weakref.ref[_BackwardPass]] = {}
-
-    def current_pass(self) -> _BackwardPass:
-        """The backward pass that is running now; the first call in one queues the callback for its end."""
-        task = torch._C._current_graph_task_id()
-        reference = self._passes.get(task)
-        current = reference() if reference is not None else None
-        if current is None:
-            current = _BackwardPass()
-            self._passes = {k: r for k, r in self._passes.items() if r() is not None}
-            self._passes[task] = weakref.ref(current)
-            torch.autograd.Variable._execution_engine.queue_callback(current)
-        return current
-
-
-class _BackwardPass:
-    """What is open in one backward pass. Owned by the engine alone, so that its end is ours to see."""
-
-    def __init__(self) -> None:
-        self.calls: dict[UnitCall, None] = {}
-        self.kept: dict[Unit, None] = {}
-        self.delivered: dict[Unit, None] = {}
-        self._ended = False
-
-    def __call__(self) -> None:
-        """The backward pass ended as it should."""
-        self._close()
-        waiting = list(self.delivered)
-        try:
-            while waiting:
-                waiting.pop(0).finish_backward()
-        finally:
-            # A user's hook raised: what the other units reduced must not be added to the next backward's.
-            for unit in waiting:
-                unit.drop_backward()
-
-    def __del__(self) -> None:
-        if not self._ended:
-            self._close()
-            for unit in self.delivered:
-                unit.drop_backward()
-
-    def _close(self) -> None:
-        self._ended = True
-        for call in list(self.calls):
-            call.unit.leave_backward(call, self)
-        for unit in self.kept:
-            unit.drop_kept()
-
-
-class UnitCall:
-    """One call of a unit's forward, as its backward will need it. ``parent``: the call in which it was made."""
-
-    __slots__ = ("__weakref__", "opened_at", "parent", "unit", "version")
-
-    def __init__(self, unit: Unit, parent: UnitCall | None) -> None:
-        self.unit = unit
-        self.parent = parent
-        self.version = unit.weights_version()
-        self.opened_at = 0.0
-
-    def enter_backward(self) -> None:
-        """Backward has come to this call."""
-        self.unit.enter_backward(self)
 
 
 class Unit(ABC):
@@ -333,7 +251,7 @@ class Unit(ABC):
         self._log(Phase.BACKWARD, Action.REDUCE, started, self.storage.nbytes)
         return shard_grads
 
-    def leave_backward(self, call: UnitCall, current: _BackwardPass) -> None:
+    def leave_backward(self, call: UnitCall, current: BackwardPass) -> None:
         """This call's backward is over, or will not go on."""
         if call not in current.calls:
             return

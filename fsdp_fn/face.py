@@ -15,10 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_fn.bracket import Bracket, Unit
-from fsdp_fn.collectives import copy_packed, reduce_packed
+from fsdp_fn.bracket import Unit
+from fsdp_fn.collectives import reduce_packed
 from fsdp_fn.gradients import GradientShards
 from fsdp_fn.layout import row_bounds
+from fsdp_fn.packing import copy_packed
+from fsdp_fn.passes import Bracket
 from fsdp_fn.policy import Release
 from fsdp_fn.ragged import from_spec, ragged_spec
 from fsdp_fn.ragged_placement import is_ragged

@@ -20,12 +20,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_fn.binding import BOUND, BoundRoot, BoundUnit, BufferSlot, UnitTemplate
-from fsdp_fn.bracket import Bracket
 from fsdp_fn.events import EventLog
+from fsdp_fn.gradient_state import gradients_of, with_gradients, without_gradients
 from fsdp_fn.groups import axis_of, default_mesh, mesh_device, raise_together
+from fsdp_fn.passes import Bracket
 from fsdp_fn.placement import Placements, Sharded, sharded_granularity, zero3
 from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
-from fsdp_fn.state import Axis, Buffer, ModelState, UnitState, trainable_segments
+from fsdp_fn.state import Axis, Buffer, ModelState, UnitState
 from fsdp_fn.traced import TracedUnit, apply_traced, gather_function
 from fsdp_fn.units import (
     check_parameters,
@@ -282,69 +283,9 @@ def _check_loss(loss: Any) -> None:
         raise ValueError(f"value_and_grad: expected loss_function to return a scalar, got shape {tuple(loss.shape)}")
 
 
-def with_gradients(state: ModelState) -> ModelState:
-    """The same weights as leaves that require gradients, trainable segments only; apart from any earlier graph."""
-    return _map_main(state, lambda flat, trainable: flat.detach().requires_grad_(trainable))
-
-
-def without_gradients(state: ModelState) -> ModelState:
-    """The same weights, apart from any graph."""
-    return _map_main(state, lambda flat, trainable: flat.detach())
-
-
-def gradients_of(state: ModelState) -> dict[str, Buffer]:
-    """Gradients that ``loss.backward()`` left on the shards of a state from :func:`with_gradients`; zeros for none."""
-    return _as_buffers(state, tuple(flat.grad for flat in _gradient_inputs(state)))
-
-
-def add_gradients(first: dict[str, Buffer], second: dict[str, Buffer]) -> dict[str, Buffer]:
-    """Sum of two microbatches' gradients, in new buffers."""
-    if list(first) != list(second):
-        raise ValueError(f"add_gradients: expected the same units, got {list(first)} and {list(second)}")
-    for name, buffer in first.items():
-        other = second[name]
-        if (buffer.layout, buffer.axis, buffer.held) != (other.layout, other.axis, other.held):
-            raise ValueError(
-                f"add_gradients: unit {name!r} is laid out differently in the two; they must come from one shard()"
-            )
-    return {
-        name: dataclasses.replace(
-            buffer, segments=tuple(torch._foreach_add(list(buffer.segments), list(second[name].segments)))
-        )
-        for name, buffer in first.items()
-    }
-
-
 def recording(template: Template, log: EventLog) -> Template:
     """The same template, whose eager applications report to ``log``."""
     return dataclasses.replace(template, log=log)
-
-
-def _map_main(state: ModelState, function: Callable[[torch.Tensor, bool], torch.Tensor]) -> ModelState:
-    units = {}
-    for name, unit in state.units.items():
-        segments = unit.layout.segments
-        pairs = zip(unit.main.held, unit.main.segments, strict=True)
-        flats = tuple(function(flat, segments[index].requires_grad) for index, flat in pairs)
-        units[name] = dataclasses.replace(unit, main=dataclasses.replace(unit.main, segments=flats))
-    return dataclasses.replace(state, units=units)
-
-
-def _gradient_inputs(state: ModelState) -> list[torch.Tensor]:
-    return [unit.main.segment(index) for unit in state.units.values() for index in trainable_segments(unit.layout)]
-
-
-def _as_buffers(state: ModelState, found: Sequence[torch.Tensor | None]) -> dict[str, Buffer]:
-    remaining = iter(found)
-    gradients = {}
-    for name, unit in state.units.items():
-        held = trainable_segments(unit.layout)
-        flats = []
-        for index in held:
-            grad = next(remaining)
-            flats.append(torch.zeros_like(unit.main.segment(index)) if grad is None else grad)
-        gradients[name] = Buffer(tuple(flats), unit.layout, Sharded(unit.layout.granularity), unit.axis, held)
-    return gradients
 
 
 def _check_state(template: Any, state: Any) -> None:

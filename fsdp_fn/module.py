@@ -24,10 +24,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fsdp_fn.bracket import Bracket
 from fsdp_fn.events import EventLog
 from fsdp_fn.face import ShardedUnit
 from fsdp_fn.groups import axis_of, default_mesh, mesh_device, raise_together
+from fsdp_fn.passes import Bracket
 from fsdp_fn.placement import Placements, sharded_granularity, zero3
 from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
 from fsdp_fn.ragged import RaggedTensor, restore_optimizer_state

@@ -8,6 +8,7 @@ one multi-tensor call for the whole model, padding included (its gradient is zer
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -35,8 +36,28 @@ register_state(OptimizerState, ("slots", "step"))
 Gradients = Mapping[str, Buffer]
 
 
+class Optimizer(ABC):
+    """What every optimizer here does: ``init`` once, then ``update`` or ``update_`` each step."""
+
+    @abstractmethod
+    def init(self, state: ModelState) -> OptimizerState:
+        """Optimizer state for every trainable segment of ``state``, before the first update."""
+
+    def update(
+        self, gradients: Gradients, optimizer_state: OptimizerState, state: ModelState, *, lr: float | None = None
+    ) -> tuple[ModelState, OptimizerState]:
+        """The state after one step. ``lr`` stands in for the configured one, for a schedule."""
+        return self.update_(gradients, _clone(optimizer_state), clone_weights(state), lr=lr)
+
+    @abstractmethod
+    def update_(
+        self, gradients: Gradients, optimizer_state: OptimizerState, state: ModelState, *, lr: float | None = None
+    ) -> tuple[ModelState, OptimizerState]:
+        """The same in place: the tensors of ``state`` and ``optimizer_state`` are changed, and returned in new ones."""
+
+
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(Optimizer):
     """AdamW (Loshchilov and Hutter, 2019) over sharded state, by ``torch.optim.adamw.adamw``."""
 
     lr: float = 1e-3
@@ -55,24 +76,8 @@ class AdamW:
             {slot: _zeros(state) for slot in ("exp_avg", "exp_avg_sq")}, torch.zeros((), dtype=torch.float32)
         )
 
-    def update(
-        self,
-        gradients: Gradients,
-        optimizer_state: OptimizerState,
-        state: ModelState,
-        *,
-        lr: float | None = None,
-    ) -> tuple[ModelState, OptimizerState]:
-        """The state after one step. ``lr`` stands in for the configured one, for a schedule."""
-        return self.update_(gradients, _clone(optimizer_state), clone_weights(state), lr=lr)
-
     def update_(
-        self,
-        gradients: Gradients,
-        optimizer_state: OptimizerState,
-        state: ModelState,
-        *,
-        lr: float | None = None,
+        self, gradients: Gradients, optimizer_state: OptimizerState, state: ModelState, *, lr: float | None = None
     ) -> tuple[ModelState, OptimizerState]:
         """The same in place: the tensors of ``state`` and ``optimizer_state`` are changed, and returned in new ones."""
         _check(gradients, optimizer_state, state, ("exp_avg", "exp_avg_sq"))
@@ -99,7 +104,7 @@ class AdamW:
 
 
 @dataclass(frozen=True)
-class SGD:
+class SGD(Optimizer):
     """Stochastic gradient descent with momentum over sharded state, by ``torch.optim.sgd.sgd``."""
 
     lr: float = 1e-3
@@ -117,24 +122,8 @@ class SGD:
         slots = {"momentum_buffer": _zeros(state)} if self.momentum else {}
         return OptimizerState(slots, torch.zeros((), dtype=torch.float32))
 
-    def update(
-        self,
-        gradients: Gradients,
-        optimizer_state: OptimizerState,
-        state: ModelState,
-        *,
-        lr: float | None = None,
-    ) -> tuple[ModelState, OptimizerState]:
-        """The state after one step. ``lr`` stands in for the configured one, for a schedule."""
-        return self.update_(gradients, _clone(optimizer_state), clone_weights(state), lr=lr)
-
     def update_(
-        self,
-        gradients: Gradients,
-        optimizer_state: OptimizerState,
-        state: ModelState,
-        *,
-        lr: float | None = None,
+        self, gradients: Gradients, optimizer_state: OptimizerState, state: ModelState, *, lr: float | None = None
     ) -> tuple[ModelState, OptimizerState]:
         """The same in place: the tensors of ``state`` and ``optimizer_state`` are changed, and returned in new ones."""
         slots = ("momentum_buffer",) if self.momentum else ()

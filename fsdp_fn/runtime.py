@@ -21,8 +21,9 @@ from typing import Protocol
 
 import torch
 
-from fsdp_fn.collectives import gap_views, own_slots, start_gather, tensor_views
+from fsdp_fn.collectives import own_slots, start_gather
 from fsdp_fn.layout import Layout
+from fsdp_fn.packing import gap_views, tensor_views
 from fsdp_fn.policy import Release
 from fsdp_fn.state import Axis, UnitState
 

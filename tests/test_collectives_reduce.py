@@ -18,8 +18,9 @@ from sharded_units import (
     unit_on_ranks,
 )
 
-from fsdp_fn.collectives import Pending, allocate_packed, pack, reduce_packed, reduce_scatter
+from fsdp_fn.collectives import Pending, reduce_packed, reduce_scatter
 from fsdp_fn.layout import BlockAtomic, Flat, Granularity, TensorAtomic, owned_range
+from fsdp_fn.packing import allocate_packed, pack
 from fsdp_fn.policy import PrecisionPolicy
 from fsdp_fn.state import UnitState, trainable_tensors, zeros_like_main
 from harness import run_distributed

@@ -1,0 +1,99 @@
+"""Passes: which units are open in which backward pass, and what happens when it ends.
+
+Promises: whatever a backward pass opened is closed when it ends, however it ends.
+
+[Note: sweep] ``autograd.grad`` for an input only never reaches Open. So the first Close of a backward queues a
+callback for its end, which releases what is still gathered. If that backward raises, the callback is dropped unrun;
+dropping it is then the signal to put everything back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdp_fn.events import EventLog
+from fsdp_fn.policy import Release
+
+if TYPE_CHECKING:
+    from fsdp_fn.bracket import Unit
+
+
+def in_backward() -> bool:
+    """Whether the caller runs inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Bracket:
+    """What the units of one model share: the backward passes under way, and the log, if any."""
+
+    def __init__(self, release: Release, log: EventLog | None = None) -> None:
+        self.release = release
+        self.log = log
+        self.open: list[UnitCall] = []
+        self._passes: dict[int, weakref.ref[BackwardPass]] = {}
+
+    def current_pass(self) -> BackwardPass:
+        """The backward pass that is running now; the first call in one queues the callback for its end."""
+        task = torch._C._current_graph_task_id()
+        reference = self._passes.get(task)
+        current = reference() if reference is not None else None
+        if current is None:
+            current = BackwardPass()
+            self._passes = {k: r for k, r in self._passes.items() if r() is not None}
+            self._passes[task] = weakref.ref(current)
+            torch.autograd.Variable._execution_engine.queue_callback(current)
+        return current
+
+
+class BackwardPass:
+    """What is open in one backward pass. Owned by the engine alone, so that its end is ours to see."""
+
+    def __init__(self) -> None:
+        self.calls: dict[UnitCall, None] = {}
+        self.kept: dict[Unit, None] = {}
+        self.delivered: dict[Unit, None] = {}
+        self._ended = False
+
+    def __call__(self) -> None:
+        """The backward pass ended as it should."""
+        self._close()
+        waiting = list(self.delivered)
+        try:
+            while waiting:
+                waiting.pop(0).finish_backward()
+        finally:
+            # A user's hook raised: what the other units reduced must not be added to the next backward's.
+            for unit in waiting:
+                unit.drop_backward()
+
+    def __del__(self) -> None:
+        if not self._ended:
+            self._close()
+            for unit in self.delivered:
+                unit.drop_backward()
+
+    def _close(self) -> None:
+        self._ended = True
+        for call in list(self.calls):
+            call.unit.leave_backward(call, self)
+        for unit in self.kept:
+            unit.drop_kept()
+
+
+class UnitCall:
+    """One call of a unit's forward, as its backward will need it. ``parent``: the call in which it was made."""
+
+    __slots__ = ("__weakref__", "opened_at", "parent", "unit", "version")
+
+    def __init__(self, unit: Unit, parent: UnitCall | None) -> None:
+        self.unit = unit
+        self.parent = parent
+        self.version = unit.weights_version()
+        self.opened_at = 0.0
+
+    def enter_backward(self) -> None:
+        """Backward has come to this call."""
+        self.unit.enter_backward(self)
