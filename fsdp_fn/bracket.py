@@ -29,7 +29,16 @@ import torch
 from torch import nn
 
 from fsdp_fn.containers import map_tensors
-from fsdp_fn.escapes import WatchedModules, aliases, is_later, kept_values, map_kept, saving_is_watched, watch_saved
+from fsdp_fn.escapes import (
+    WatchedModules,
+    aliases,
+    is_later,
+    kept_values,
+    map_kept,
+    saving_is_watched,
+    shared_storages,
+    watch_saved,
+)
 from fsdp_fn.events import Action
 from fsdp_fn.passes import BackwardPass, Bracket, UnitCall, in_backward
 from fsdp_fn.planes import Phase
@@ -134,6 +143,7 @@ class Unit(ABC):
                 token, weights = self._open(call)
                 self.bracket.open.append(call)
             self._install(weights)
+            before = self.storage.writes()
             try:
                 if call is not None and self._modules.observed() and not saving_is_watched():
                     with watch_saved(self.storage.storages, weakref.WeakMethod(call.enter_backward)):
@@ -144,7 +154,12 @@ class Unit(ABC):
                 self._install(previous)
                 if call is not None:
                     self.bracket.open.remove(call)
-            return self._close(call, token, output)
+            if self.storage.writes() != before:
+                raise RuntimeError(
+                    f"{self.label}: its forward changed a weight in place (as nn.Embedding's max_norm does), which "
+                    "would be lost with the gathered copy; change the sharded parameter outside forward"
+                )
+            return self._close(call, token, output, args, kwargs)
         finally:
             self._log(phase, Action.COMPUTE, started)
             self._release(phase, keep=recomputing)
@@ -158,7 +173,14 @@ class Unit(ABC):
             weights[index] = weight
         return token, weights
 
-    def _close(self, call: UnitCall | None, token: torch.Tensor | None, output: Any) -> Any:
+    def _close(
+        self,
+        call: UnitCall | None,
+        token: torch.Tensor | None,
+        output: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         needing: dict[int, torch.Tensor] = {}
 
         def visit(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,7 +189,8 @@ class Unit(ABC):
                     f"{self.label}: its output aliases a gathered weight, whose storage is released after forward; "
                     "return a clone, or use the weight inside the unit"
                 )
-            if tensor.requires_grad:
+            # An input handed through is no output of this call: its history, and views of it, stay as they are.
+            if tensor.requires_grad and token is not None and is_later(tensor, token):
                 needing[id(tensor)] = tensor
             return tensor
 
@@ -179,7 +202,8 @@ class Unit(ABC):
             return output
         if not needing:
             return output
-        closed = dict(zip(needing, _Close.apply(token, call, *needing.values()), strict=True))
+        shared = shared_storages(needing.values(), (*args, *kwargs.values()))
+        closed = dict(zip(needing, _Close.apply(token, call, shared, *needing.values()), strict=True))
 
         def replace(tensor: torch.Tensor) -> torch.Tensor:
             found: torch.Tensor = closed.get(id(tensor), tensor)
@@ -339,17 +363,21 @@ def _open_of(label: str) -> type[_Open]:
 class _Close(torch.autograd.Function):
     """Token and outputs in, the same outputs out; see [Note: Open and Close].
 
-    ``detach`` and not a view: a caller may change an output in place.
+    ``detach`` and not a view: a caller may change an output in place. But where outputs share their storage with one
+    another or with an input, a change of one is a change of the others, which their histories would not know of: those
+    are views, of which autograd refuses changes in place.
     """
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, call: UnitCall, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, token: torch.Tensor, call: UnitCall, shared: frozenset[int], *outputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        return tuple(output.detach() for output in outputs)
+        return tuple(o.view_as(o) if shared and aliases(o, shared) else o.detach() for o in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: UnitCall = ctx.call
         call.unit.enter_backward(call)
-        return (call.unit.zero, None, *grads)
+        return (call.unit.zero, None, None, *grads)

@@ -8,7 +8,7 @@ observed by hooks, what its graph saves of the weights is watched, and backward 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as module_hooks
+from torch.utils import _pytree as pytree
 
 from fsdp_fn.containers import map_tensors
 
@@ -29,6 +30,7 @@ class WatchedModules:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         # torch's own attributes come first in a module's dict; those behind them may come and go.
         self._entries = tuple((weakref.ref(module), _count_internals(module)) for module in modules)
+        self._sizes = tuple((len(module._modules), len(module._parameters)) for module in modules)
 
     def attributes(self) -> list[tuple[dict[str, Any], int, nn.Module]]:
         """Of each module that lives: its dict, how many of torch's own attributes lead it, and itself."""
@@ -37,6 +39,14 @@ class WatchedModules:
             for reference, internals in self._entries
             if (module := reference()) is not None
         ]
+
+    def grown(self) -> str | None:
+        """Class of a module that has more submodules or parameters, or fewer, than it had; None where none has."""
+        for (reference, _), size in zip(self._entries, self._sizes, strict=True):
+            module = reference()
+            if module is not None and (len(module._modules), len(module._parameters)) != size:
+                return type(module).__name__
+        return None
 
     def observed(self) -> bool:
         """Whether a forward hook may see what one of the modules computes."""
@@ -95,6 +105,16 @@ def map_kept(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> An
         return value
 
 
+def references(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that modules also hold as plain attributes or in containers, which sharding cannot reach."""
+    for module in modules:
+        for key, value in islice(vars(module).items(), _count_internals(module), None):
+            if isinstance(value, (list, tuple, dict, nn.Parameter)):
+                for leaf in pytree.tree_leaves(value):
+                    if isinstance(leaf, nn.Parameter):
+                        yield f"{type(module).__name__}.{key}", leaf
+
+
 def is_later(tensor: torch.Tensor, token: torch.Tensor) -> bool:
     """Whether ``tensor`` was computed after ``token``: autograd numbers nodes as they are made."""
     if tensor.grad_fn is None or token.grad_fn is None:
@@ -105,6 +125,15 @@ def is_later(tensor: torch.Tensor, token: torch.Tensor) -> bool:
 def aliases(tensor: torch.Tensor, storages: frozenset[int]) -> bool:
     """Whether ``tensor`` is a view of one of ``storages``."""
     return type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata in storages
+
+
+def shared_storages(outputs: Iterable[torch.Tensor], inputs: Iterable[Any]) -> frozenset[int]:
+    """Storages that two of ``outputs`` share, or one of them and one of ``inputs``."""
+    own = [output.untyped_storage()._cdata for output in outputs if type(output) is torch.Tensor]
+    given = [value.untyped_storage()._cdata for value in inputs if type(value) is torch.Tensor]
+    if len(own) == 1:
+        return frozenset(own) if own[0] in given else frozenset()
+    return frozenset(storage for storage in own if own.count(storage) > 1 or storage in given)
 
 
 def saving_is_watched() -> bool:

@@ -92,6 +92,12 @@ class ShardedUnit(Unit):
                     f"{self.label}: parameter {name!r} was replaced or cast after sharding, so the gathers would "
                     "not read it; copy new values into the sharded parameter instead"
                 )
+        grown = self._modules.grown()
+        if grown is not None:
+            raise RuntimeError(
+                f"{self.label}: a {grown} in it has gained or lost a module or parameter since sharding, which would "
+                "train unsharded on each rank; build the whole module before fully_shard"
+            )
         for index in self._frozen:
             if resting[index].requires_grad:
                 name = self.state.layout.tensors[index].name

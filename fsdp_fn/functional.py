@@ -30,6 +30,7 @@ from fsdp_fn.state import Axis, Buffer, ModelState, UnitState
 from fsdp_fn.traced import TracedUnit, apply_traced, gather_function
 from fsdp_fn.units import (
     check_parameters,
+    check_references,
     checked_policies,
     copy_buffers,
     describe_layout,
@@ -129,6 +130,7 @@ def _shard(
         if path and not owned.parameters:
             raise ValueError(f"unit {path!r} has no parameters of its own")
         check_parameters(owned, path, device.type)
+        check_references(owned, model, path)
         all_owned[path] = owned
         for name, parameter in zip(owned.names, owned.parameters, strict=True):
             if owners.setdefault(id(parameter), path) != path:

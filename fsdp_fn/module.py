@@ -35,6 +35,7 @@ from fsdp_fn.state import UnitState
 from fsdp_fn.units import (
     OwnedParameters,
     check_parameters,
+    check_references,
     checked_policies,
     describe_layout,
     device_type_of,
@@ -49,6 +50,12 @@ _sharded_originals = WeakTensorKeyDictionary()
 """Plain parameters that a unit replaced, and where: a second unit that still holds one has a tie to the first."""
 
 
+@torch.compiler.disable(reason="a wrapped module gathers and releases storage, which does not trace")  # type: ignore[untyped-decorator]
+def _run_eagerly(unit: ShardedUnit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The unit's forward. ``torch.compile`` of a model compiles around it; whole graphs are for the functional path."""
+    return unit.run(forward, args, kwargs)
+
+
 _live_units: weakref.WeakSet[ShardedUnit] = weakref.WeakSet()
 """Every wrapped unit: an optimizer's step changes the weights of those whose parameters it holds."""
 
@@ -60,7 +67,7 @@ class FsdpModule:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, with its unit's full weights in place."""
-        return self._fsdp_unit.run(super().forward, args, kwargs)  # type: ignore[misc]
+        return _run_eagerly(self._fsdp_unit, super().forward, args, kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As ``nn.Module.load_state_dict``; ``assign=True`` is refused, for it would part parameters from weights."""
@@ -156,6 +163,7 @@ def _owned(module: nn.Module, name: str, device_type: str) -> OwnedParameters:
                 "holds; put both under one unit"
             )
     check_parameters(owned, name, device_type)
+    check_references(owned, module, name)
     for path, parameter in zip(owned.names, owned.parameters, strict=True):
         if not parameter.shape:
             raise ValueError(

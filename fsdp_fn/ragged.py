@@ -58,6 +58,25 @@ class RaggedTensor(DTensor):
             f"placements={self._spec.placements})"
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The rows alone: the storage that they are a view of holds the whole unit's.
+        return _rebuild, (self._local_tensor.detach().clone(), self._spec, self.requires_grad)
+
+    @property
+    def data(self) -> RaggedTensor:
+        """The same rows, apart from any graph, as ``torch.Tensor.data``."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Copied into the rows held here, which the unit's gathers read; of the same placement, shape and dtype."""
+        if not isinstance(value, RaggedTensor) or value.placements != self.placements or value.dtype != self.dtype:
+            raise TypeError(
+                f"data of a ragged DTensor {tuple(self.shape)} of {self.dtype}: expected one placed alike, got "
+                f"{type(value).__name__} {tuple(value.shape)} of {value.dtype}; write rows with copy_"
+            )
+        self._local_tensor.copy_(value._local_tensor)
+
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> DTensor:
         placements, meta, _, requires_grad = flatten_spec
@@ -162,6 +181,10 @@ def from_spec(local: torch.Tensor, spec: RaggedSpec, requires_grad: bool) -> Rag
     """The face of ``local``, this rank's rows as ``spec`` places them: no copy, no check, no collective."""
     value: Any = RaggedTensor(local, spec, requires_grad=requires_grad)
     return value  # type: ignore[no-any-return]
+
+
+def _rebuild(local: torch.Tensor, spec: RaggedSpec, requires_grad: bool) -> RaggedTensor:
+    return from_spec(local, spec, requires_grad)
 
 
 def as_ragged(

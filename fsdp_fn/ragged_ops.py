@@ -25,6 +25,7 @@ from fsdp_fn.ragged_whole import (
     run_new,
     run_norms,
     run_random,
+    run_unscale,
     run_whole,
     spec_like,
     whole,
@@ -65,6 +66,8 @@ def _rule(func: torch._ops.OpOverload) -> Rule:
         return _run_same_value
     if func in NORMS:
         return run_norms
+    if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        return run_unscale
     if name.startswith(("_foreach_", "_fused_")) and name not in _FOREACH_REDUCTIONS:
         return _run_each
     if torch.Tag.nondeterministic_seeded in func.tags:

@@ -128,11 +128,21 @@ def _combined(norms: torch.Tensor, order: float, group: dist.ProcessGroup) -> to
         return norms
     wide = norms.double()
     if order == math.inf:
-        dist.all_reduce(wide, dist.ReduceOp.MAX, group)
-        return wide.to(norms.dtype)
+        # A backend's maximum may lose a NaN that only one rank has.
+        both = torch.stack([wide.nan_to_num(nan=0.0, posinf=math.inf), wide.isnan().double()])
+        dist.all_reduce(both, dist.ReduceOp.MAX, group)
+        return both[0].masked_fill(both[1] > 0, math.nan).to(norms.dtype)
     powers = wide.pow(order) if order else wide
     dist.all_reduce(powers, group=group)
     return (powers.pow(1.0 / order) if order else powers).to(norms.dtype)
+
+
+def run_unscale(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> None:
+    """A gradient scaler's check and unscaling, of the local rows; what one rank finds, all are told."""
+    grads, found_inf, inverse_scale = args
+    func([grad._local_tensor if is_ragged(grad) else grad for grad in grads], found_inf, inverse_scale, **kwargs)
+    mesh = next(grad for grad in grads if is_ragged(grad))._spec.mesh
+    dist.all_reduce(found_inf, dist.ReduceOp.MAX, mesh.get_group())
 
 
 def run_random(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> Any:
@@ -165,7 +175,7 @@ def run_new(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
 
 def run_whole(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> Any:
     """The operation on gathered tensors; its result is replicated."""
-    if func.is_view or is_ragged(written(func, args, kwargs)):
+    if func.is_view or any(map(is_ragged, pytree.tree_leaves(written(func, args, kwargs)))):
         what = "a view of" if func.is_view else "writing"
         raise NotImplementedError(
             f"{func}: {what} a ragged DTensor could not reach its shards; work on to_local() (this rank's "

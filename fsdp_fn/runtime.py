@@ -38,6 +38,7 @@ class WeightStorage(Protocol):
     storages: frozenset[int]
     nbytes: int
 
+    def writes(self) -> int: ...
     def allocate(self) -> None: ...
     def free(self, release: Release) -> None: ...
 
@@ -93,6 +94,10 @@ class ResizedBuffer:
             self._version = self._readable._version
             _set_version(self._readable, self._version + 1)
 
+    def writes(self) -> int:
+        """How often the full weights were changed in place; such changes do not reach the shards."""
+        return int(self._readable._version)
+
     @property
     def allocated(self) -> int:
         """Bytes held now."""
@@ -109,6 +114,10 @@ class MainWeights:
             flats = [flat.detach() for flat in unit.main.segments]
             self.views = tensor_views(unit.layout, unit.main.held, flats)
         self.storages = frozenset(flat.untyped_storage()._cdata for flat in flats)
+
+    def writes(self) -> int:
+        """Always 0: a change in place is one of the main weights, and stays."""
+        return 0
 
     def allocate(self) -> None:
         """Nothing to do: the weights are always there."""

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_fn.bracket import Slot
+from fsdp_fn.escapes import references
 from fsdp_fn.groups import axis_of, mesh_device, raise_together
 from fsdp_fn.layout import Granularity, Layout, TensorSpec, local_offset, owned_range, plan_layout
 from fsdp_fn.placement import Placements, Sharded, sharded_granularity, zero3
@@ -115,6 +116,17 @@ def checked_policies(
     if not isinstance(policy, SchedulePolicy):
         raise TypeError(f"policy: expected a SchedulePolicy, got {policy!r}")
     return precision, policy
+
+
+def check_references(owned: OwnedParameters, module: nn.Module, unit: str) -> None:
+    """Raise ValueError where ``module`` also reaches an owned parameter past its name: that way stays unsharded."""
+    names = {id(parameter): name for name, parameter in zip(owned.names, owned.parameters, strict=True)}
+    for holder, parameter in references(module.modules()):
+        if id(parameter) in names:
+            raise ValueError(
+                f"parameter {names[id(parameter)]!r} of unit {unit!r} is also held by {holder}, which would go on with "
+                "the unsharded parameter; reach it by its name alone"
+            )
 
 
 def unit_layout(
