@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fsdp_fn.binding import BOUND, BufferSlot, UnitTemplate
 from fsdp_fn.collectives import gather_planes, reduce_scatter
-from fsdp_fn.planes import Phase
-from fsdp_fn.state import ModelState, UnitState, trainable_tensors
+from fsdp_fn.planes import Phase, PlaneKind
+from fsdp_fn.state import Gathered, ModelState, UnitState, trainable_tensors
 from fsdp_fn.units import copy_buffers
 
 
@@ -39,6 +39,10 @@ def gather_function(unit: UnitState) -> type[torch.autograd.Function]:
     """
     frozen = [index for index, spec in enumerate(unit.layout.tensors) if not spec.requires_grad]
     trainable = trainable_tensors(unit.layout)
+    count = len(unit.main.segments)
+    tensors = unit.layout.tensors
+    smallest = min(range(len(trainable)), key=lambda at: tensors[trainable[at]].numel, default=0)
+    dtype = unit.precision.compute(tensors[trainable[smallest]].dtype) if trainable else torch.float32
     blank = dataclasses.replace(unit, main=dataclasses.replace(unit.main, segments=()))
 
     class GatherWeights(torch.autograd.Function):
@@ -48,17 +52,38 @@ def gather_function(unit: UnitState) -> type[torch.autograd.Function]:
             gathered = gather_planes(state, Phase.FORWARD)
             weights = tuple(gathered.weight(index) for index in range(len(state.layout.tensors)))
             ctx.mark_non_differentiable(*(weights[index] for index in frozen))
-            ctx.save_for_backward(*shards)
+            ctx.save_for_backward(*shards, *_firsts(gathered, dtype))
             return weights
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            shards = ctx.saved_tensors
+            shards, firsts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
             state = dataclasses.replace(blank, main=dataclasses.replace(blank.main, segments=shards))
-            reduced = reduce_scatter([grads[index] for index in trainable], state)
+            wanted = [grads[index] for index in trainable]
+            if wanted:
+                wanted[smallest] = _after(wanted[smallest], firsts)
+            reduced = reduce_scatter(wanted, state)
             return tuple(reduced.segment(i) if i in reduced.held else None for i in state.main.held)
 
     return GatherWeights
+
+
+def _firsts(gathered: Gathered, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The first element of each gathered buffer, for :func:`_after`.
+
+    Made here, where all is recomputed in backward: what backward made of them alone, the compiler would make in forward
+    and save. The clone comes last, for a saved view would keep the whole buffer.
+    """
+    return [flat[:1].to(dtype).clone() for flat in gathered.planes[PlaneKind.DENSE].segments]
+
+
+def _after(grad: torch.Tensor, firsts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``grad``, made to depend on the gathered buffers whose first elements are given, which it does not take.
+
+    Backward gathers all of a unit's buffers in one launch, and may read only some. A buffer that nothing depends on
+    would lose its wait in the graph, and then the collective would never be let go of.
+    """
+    return torch.cat([grad.reshape(-1), *firsts])[: grad.numel()].reshape(grad.shape)
 
 
 class TracedUnit:

@@ -16,6 +16,7 @@ import fsdp_fn
 from harness import run_distributed
 
 GATHER = "_c10d_functional.all_gather_into_tensor_coalesced.default"
+WAIT = "_c10d_functional.wait_tensor.default"
 REDUCE = "_c10d_functional.reduce_scatter_tensor_coalesced.default"
 
 
@@ -115,8 +116,11 @@ def compare_compiled_with_eager(backend: str | None, compute_dtype: torch.dtype 
     again, _, _ = loss_and_gradients(compiled, state, tokens)
     assert all(torch.equal(before[name], state.buffers[name]) for name in before), "apply changed its state's buffers"
     assert list(buffers) == list(eager_buffers)
+    segments = sum(len(unit.layout.segments) for unit in template.units)
     return {
         "counts": {key: {name: value[name] for name in (GATHER, REDUCE)} for key, value in counts.items()},
+        "waits": (counts["forward"][WAIT], counts["backward"][WAIT], segments),
+        "unwaited": torch._C._distributed_c10d._get_work_registry_size(),
         "loss": torch.equal(loss, eager_loss),
         "again": torch.equal(loss, again),
         "gradients": all(torch.equal(a, b) for a, b in zip(grads, eager_grads, strict=True)),
@@ -135,12 +139,19 @@ def test_compiled_equals_eager_to_the_bit_with_exactly_one_gather_a_unit_and_pas
         gathers = UNITS if ranks > 1 else 0
         assert result["counts"]["forward"] == {GATHER: gathers, REDUCE: 0}
         assert result["counts"]["backward"] == {GATHER: gathers, REDUCE: gathers}
+        assert result["unwaited"] == 0
+        if ranks > 1:
+            # Also what backward gathers and does not read is waited for.
+            forward, backward, segments = result["waits"]
+            assert forward == segments
+            assert backward > segments
 
 
 def test_inductor_gives_the_same_numbers_within_rounding() -> None:
     for result in run_distributed(2, compare_compiled_with_eager, "inductor", None, timeout=240):
         assert result["close"]
         assert result["reached"]
+        assert result["unwaited"] == 0
 
 
 def largest_saved_and_smallest_gathered() -> tuple[int, int]:
