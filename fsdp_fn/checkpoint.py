@@ -202,7 +202,8 @@ def _read_tensors(targets: dict[str, torch.Tensor], path: Path, group: dist.Proc
 def _stored(path: Path, with_optimizer: bool) -> Stored:
     if not (path / files.MANIFEST).is_file():
         found = "there is no such folder" if not path.exists() else f"it has no {files.MANIFEST}"
-        raise CheckpointError(f"{path} is not a checkpoint: {found}")
+        hint = "; latest_checkpoint() finds the one to load in it" if latest_checkpoint(path) is not None else ""
+        raise CheckpointError(f"{path} is not a checkpoint: {found}{hint}")
     manifest = json.loads((path / files.MANIFEST).read_text())
     if manifest["format"] != _FORMAT:
         raise CheckpointError(f"{path} has format {manifest['format']}, this version reads {_FORMAT}")

@@ -1,7 +1,7 @@
 """A training step with a schedule of your own, written from the primitives alone.
 
-    python docs/examples/custom_schedule.py                                  # one process torchrun
-    --nproc-per-node=2 docs/examples/custom_schedule.py             # two: GPUs where there are, else CPU
+    python docs/examples/custom_schedule.py                                # one process
+    torchrun --nproc-per-node=2 docs/examples/custom_schedule.py           # two: GPUs where there are, else CPU
 
 A network of two units. Nothing here is hooked into a module: weights are state that this file holds, a gather
 begins where it says ``gather_planes`` and ends where it says ``wait``, and a unit's full weights are gone
@@ -124,8 +124,7 @@ def gradients(
     gathered_first = gathering_first.wait()
     trace.note("wait for gather", first)
     gathering_second = start_gather(second, Phase.FORWARD, trace)
-    # No graph: autograd would hold the full weights until backward. Backward computes this unit again
-    # instead.
+    # No graph: autograd would hold the full weights until backward, which computes this unit again instead.
     with torch.no_grad():
         hidden = network.first_stage(gathered_first.weights(), inputs)
     trace.note("compute", first)
@@ -134,8 +133,7 @@ def gradients(
     gathered_second = gathering_second.wait()
     trace.note("wait for gather", second)
 
-    # The last unit goes straight from forward to backward, so its weights stay; the first's are fetched
-    # meanwhile.
+    # The last unit goes straight from forward to backward, so its weights stay, while the first's are fetched.
     gathering_first = start_gather(first, Phase.BACKWARD, trace)
     weights = as_leaves(gathered_second)
     hidden.requires_grad_()

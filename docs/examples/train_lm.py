@@ -60,7 +60,9 @@ def run_rank(settings: Settings) -> int:
     try:
         Job(settings, device, farewell).run()
     except JobError as error:
-        print(f"[rank {dist.get_rank()}] error: {error}", file=sys.stderr, flush=True)
+        # One write, so that ranks do not mix their lines.
+        sys.stderr.write(f"[rank {dist.get_rank()}] error: {error}\n")
+        sys.stderr.flush()
         dist.barrier()  # every rank has said it before the first exit makes torchrun end the others
         code = 2
     except Exception:
