@@ -39,11 +39,12 @@ class UnitTemplate:
 
 @dataclass(frozen=True, eq=False)
 class BufferSlot:
-    """Where a module buffer stands: its full name, the dict that holds it, its name there."""
+    """Where a module buffer stands: its full name, the dict that holds it, its name there, what it holds when bare."""
 
     name: str
     buffers: dict[str, Any]
     key: str
+    bare: torch.Tensor
 
 
 class BoundUnit(Unit):
@@ -101,22 +102,24 @@ class BoundRoot(BoundUnit):
         self.others = tuple(others)
         self.buffer_slots = slots
         self.buffers = buffers
-        self._bare: list[dict[str, Any]] = []
 
     def bind(self) -> None:
-        """Put the units and the buffers on the template's modules."""
-        self._bare.append({slot.name: slot.buffers[slot.key] for slot in self.buffer_slots})
+        """Put the units and the buffers on the template's modules, in the place of any that are there."""
         for slot in self.buffer_slots:
             slot.buffers[slot.key] = self.buffers[slot.name]
         for unit in (self, *self.others):
             unit.module.__dict__[BOUND] = unit
 
     def unbind(self) -> None:
-        """Take them off again, and keep the buffers as the modules left them."""
+        """Take them off again, and keep the buffers as the modules left them.
+
+        Not where another application has taken their place since, as in a backward through two of them.
+        """
+        if self.module.__dict__.get(BOUND) is not self:
+            return
         self.buffers = {slot.name: slot.buffers[slot.key] for slot in self.buffer_slots}
-        bare = self._bare.pop()
         for slot in self.buffer_slots:
-            slot.buffers[slot.key] = bare[slot.name]
+            slot.buffers[slot.key] = slot.bare
         for unit in (self, *self.others):
             unit.module.__dict__.pop(BOUND, None)
 

@@ -149,7 +149,7 @@ def _shard(
         templates.append(UnitTemplate(path, module, bare_owned, layout, gather_function(states[path])))
     for unit in templates:
         unit.module.__class__ = _template_class(cast(Any, type(unit.module)))
-    slots = tuple(BufferSlot(name, holder, key) for name, holder, key, _ in registered_buffers(bare))
+    slots = tuple(BufferSlot(name, holder, key, empty) for name, holder, key, empty in registered_buffers(bare))
     buffers = copy_buffers({name: tensor for name, _, _, tensor in registered_buffers(model)})
     template = Template(bare, tuple(templates), slots, axis, device, precision, policy)
     return template, ModelState(states, buffers)

@@ -118,7 +118,6 @@ def apply_traced(
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Output of ``module`` with the weights and buffers of ``state``, and the buffers after it."""
-    bare = [slot.buffers[slot.key] for slot in slots]
     copies = copy_buffers(state.buffers)
     for slot in slots:
         slot.buffers[slot.key] = copies[slot.name]
@@ -128,6 +127,6 @@ def apply_traced(
     for template in templates:
         template.module.__dict__[BOUND] = None
     buffers = {slot.name: slot.buffers[slot.key] for slot in slots}
-    for slot, empty in zip(slots, bare, strict=True):
-        slot.buffers[slot.key] = empty
+    for slot in slots:
+        slot.buffers[slot.key] = slot.bare
     return output, buffers

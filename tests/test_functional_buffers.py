@@ -119,3 +119,18 @@ def shared_buffer() -> None:
 
 def test_a_buffer_under_two_names_stays_one() -> None:
     run_distributed(2, shared_buffer)
+
+
+def backward_through_two_applications() -> None:
+    """The input's gradient alone reaches neither Open, so both applications end together; the template is bare."""
+    template, state = fsdp_fn.shard(build(lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))))
+    x = vectors(requires_grad=True)
+    y, state = fsdp_fn.apply(template, fsdp_fn.with_gradients(state), x)
+    z, state = fsdp_fn.apply(template, state, y)
+    torch.autograd.grad(z.square().sum(), x)
+    assert all(buffer.is_meta for buffer in template.module.buffers())
+    fsdp_fn.apply(template, state, vectors())
+
+
+def test_a_backward_through_two_applications_leaves_the_template_bare() -> None:
+    run_distributed(2, backward_through_two_applications)
