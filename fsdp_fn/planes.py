@@ -52,8 +52,3 @@ def planes_for_phase(available: tuple[PlaneKind, ...], phase: Phase, policy: Sch
             f"{', '.join(kind.value for kind in available) or 'none'}"
         )
     return needed
-
-
-def missing_planes(needed: tuple[PlaneKind, ...], resident: tuple[PlaneKind, ...]) -> tuple[PlaneKind, ...]:
-    """Kinds that are needed and not yet gathered, in the order of ``needed``."""
-    return tuple(kind for kind in needed if kind not in resident)

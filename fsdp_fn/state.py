@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fsdp_fn.layout import Layout, Segment, local_offset, owned_range
+from fsdp_fn.layout import Layout, local_offset, owned_range
 from fsdp_fn.placement import Placement, Replicate, Sharded
 from fsdp_fn.planes import PlaneKind
 from fsdp_fn.policy import PrecisionPolicy
@@ -159,11 +159,6 @@ def zeros_like_main(unit: UnitState) -> Buffer:
         unit.axis,
         held,
     )
-
-
-def segments_of(buffer: Buffer) -> Iterable[tuple[Segment, torch.Tensor]]:
-    """Pairs of a held segment's description and its flat tensor."""
-    return ((buffer.layout.segments[index], flat) for index, flat in zip(buffer.held, buffer.segments, strict=True))
 
 
 def register_state(cls: type[Any], children: tuple[str, ...]) -> None:

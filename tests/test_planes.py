@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_fn.planes import Phase, PlaneKind, missing_planes, planes_for_phase
+from fsdp_fn.planes import Phase, PlaneKind, planes_for_phase
 from fsdp_fn.policy import SchedulePolicy
 
 DENSE, ROWWISE, COLUMNWISE = PlaneKind.DENSE, PlaneKind.ROWWISE, PlaneKind.COLUMNWISE
@@ -59,13 +59,3 @@ def test_a_missing_direction_is_refused_by_name(available: tuple[PlaneKind, ...]
 def test_what_is_no_phase_is_refused(phase: object) -> None:
     with pytest.raises(TypeError, match="Phase"):
         planes_for_phase((DENSE,), phase, ONE_DIRECTION)  # type: ignore[arg-type]
-
-
-@given(kinds, kinds)
-def test_what_is_missing_and_what_is_resident_make_up_what_is_needed(
-    needed: tuple[PlaneKind, ...], resident: tuple[PlaneKind, ...]
-) -> None:
-    missing = missing_planes(needed, resident)
-    assert not set(missing) & set(resident)
-    assert set(missing) | (set(resident) & set(needed)) == set(needed)
-    assert list(missing) == [kind for kind in needed if kind in missing]

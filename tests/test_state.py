@@ -23,7 +23,6 @@ from fsdp_fn.state import (
     Gathered,
     ModelState,
     UnitState,
-    segments_of,
     trainable_segments,
     trainable_tensors,
     zeros_like_main,
@@ -282,8 +281,8 @@ def test_fresh_gradients_are_zeros_of_the_trainable_shards_in_the_main_dtype() -
     )
     gradient = zeros_like_main(unit)
     assert gradient.held == trainable_segments(unit.layout)
-    for (segment, flat), index in zip(segments_of(gradient), gradient.held, strict=True):
-        assert segment is unit.layout.segments[index]
+    for flat, index in zip(gradient.segments, gradient.held, strict=True):
+        segment = unit.layout.segments[index]
         assert (flat.shape, flat.dtype) == ((segment.shard_size,), torch.float32)
         assert not flat.any()
 
