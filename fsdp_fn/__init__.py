@@ -12,10 +12,17 @@ from fsdp_fn.checkpoint import (
     remove_old_checkpoints,
     save_checkpoint,
 )
-from fsdp_fn.collectives import Pending, gather_planes, reduce_scatter
+from fsdp_fn.clipping import clip_grad_norm, clip_grad_norm_, grad_norm
+from fsdp_fn.collectives import Pending, finish_gradient, gather_planes, reduce_scatter, refresh_planes
 from fsdp_fn.events import Action, EventLog, LoggedEvent
-from fsdp_fn.functional import Template, apply, recording, shard, value_and_grad
-from fsdp_fn.gradient_state import add_gradients, gradients_of, with_gradients, without_gradients
+from fsdp_fn.functional import Template, UnitSpec, apply, recording, refresh, shard, value_and_grad
+from fsdp_fn.gradient_state import (
+    add_gradients,
+    finish_gradients,
+    gradients_of,
+    with_gradients,
+    without_gradients,
+)
 from fsdp_fn.groups import RankFault, axis_of
 from fsdp_fn.layout import (
     BlockAtomic,
@@ -30,11 +37,24 @@ from fsdp_fn.layout import (
     row_bounds,
     shard_range,
 )
-from fsdp_fn.module import FsdpModule, fully_shard, mark_weights_changed, record_events, unit_states
+from fsdp_fn.module import FsdpModule, accumulating, fully_shard, mark_weights_changed, record_events, unit_states
 from fsdp_fn.optim import SGD, AdamW, OptimizerState
-from fsdp_fn.placement import Partial, Placements, Replicate, Sharded, zero3
+from fsdp_fn.placement import (
+    Partial,
+    Placements,
+    Replicate,
+    Sharded,
+    Strategy,
+    ddp,
+    hfsdp,
+    hsdp,
+    zero1,
+    zero2,
+    zero3,
+)
 from fsdp_fn.planes import Phase, PlaneKind, planes_for_phase
 from fsdp_fn.policy import PrecisionPolicy, Release, SchedulePolicy
+from fsdp_fn.shards import flat_shards, local_shards
 from fsdp_fn.state import Axis, Buffer, Gathered, ModelState, UnitState
 from fsdp_fn.units import shard_tensors
 
@@ -67,18 +87,31 @@ __all__ = [
     "SchedulePolicy",
     "Segment",
     "Sharded",
+    "Strategy",
     "Template",
     "TensorAtomic",
     "TensorSpec",
+    "UnitSpec",
     "UnitState",
+    "accumulating",
     "add_gradients",
     "apply",
     "axis_of",
+    "clip_grad_norm",
+    "clip_grad_norm_",
+    "ddp",
+    "finish_gradient",
+    "finish_gradients",
+    "flat_shards",
     "fully_shard",
     "gather_planes",
+    "grad_norm",
     "gradients_of",
+    "hfsdp",
+    "hsdp",
     "latest_checkpoint",
     "load_checkpoint",
+    "local_shards",
     "mark_weights_changed",
     "owned_range",
     "owner",
@@ -87,6 +120,8 @@ __all__ = [
     "record_events",
     "recording",
     "reduce_scatter",
+    "refresh",
+    "refresh_planes",
     "remove_old_checkpoints",
     "row_bounds",
     "save_checkpoint",
@@ -97,5 +132,7 @@ __all__ = [
     "value_and_grad",
     "with_gradients",
     "without_gradients",
+    "zero1",
+    "zero2",
     "zero3",
 ]

@@ -18,9 +18,9 @@ from fsdp_fn.bracket import Unit
 from fsdp_fn.collectives import reduce_scatter
 from fsdp_fn.layout import Layout
 from fsdp_fn.passes import Bracket
-from fsdp_fn.runtime import fill_weights, weight_storage
 from fsdp_fn.state import UnitState, trainable_tensors
-from fsdp_fn.units import OwnedParameters
+from fsdp_fn.units import OwnedParameters, Setting
+from fsdp_fn.weights import weights_of
 
 BOUND = "_fsdp_bound"
 """Attribute under which a template's module finds its bound unit while there is one."""
@@ -28,13 +28,14 @@ BOUND = "_fsdp_bound"
 
 @dataclass(frozen=True, eq=False)
 class UnitTemplate:
-    """One unit of a template: its module, its weights' slots on the bare modules, its layout, its traced gather."""
+    """One unit of a template: its module, its weights' slots on the bare modules, how it is laid out and sharded."""
 
     name: str
     module: nn.Module
     owned: OwnedParameters
     layout: Layout
-    gather_function: type[torch.autograd.Function]
+    setting: Setting
+    gather_functions: dict[tuple[bool, bool], type[torch.autograd.Function]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,39 +51,38 @@ class BufferSlot:
 class BoundUnit(Unit):
     """One unit of one application."""
 
-    def __init__(self, template: UnitTemplate, state: UnitState, bracket: Bracket, device: torch.device) -> None:
+    def __init__(self, template: UnitTemplate, state: UnitState, bracket: Bracket) -> None:
         self.state = state
         self.module = template.module
-        flats = dict(zip(state.main.held, state.main.segments, strict=True))
-        # Only a shard that wants a gradient makes its weights part of the graph.
-        self._wanted = tuple(index for index, flat in flats.items() if flat.requires_grad)
+        self._leaves = state.main if state.carrier is None else state.carrier
+        # Only a leaf that wants a gradient makes its weights part of the graph.
+        pairs = zip(self._leaves.held, self._leaves.segments, strict=True)
+        self._wanted = tuple(index for index, flat in pairs if flat.requires_grad)
         location = state.layout.location
         differentiable = [i for i in trainable_tensors(state.layout) if location(i)[0] in self._wanted]
-        self._weights = weight_storage(state, device)
         owned = template.owned
         super().__init__(
             state.name,
             owned.slots,
             owned.parameters,
             owned.modules,
-            self._weights,
+            weights_of(state, template.setting.policy),
             differentiable,
             bracket,
-            device,
-            state.main.segments,
+            state.compute_device,
+            state.precision,
+            template.setting.policy,
+            self._leaves.segments,
         )
 
-    def gather(self) -> int:
-        """Fill the storage from the state's shards."""
-        return fill_weights(self._weights, self.state)
-
     def deliver(self, grads: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Reduce, and give each shard its gradient through autograd."""
+        """Reduce, and give each leaf its gradient through autograd: finished, or as the carrier takes it."""
         if not self._wanted:
             return (None,) * len(self.shards)
         by_tensor = dict(zip(self.differentiable, grads, strict=True))
-        reduced = reduce_scatter([by_tensor.get(i) for i in trainable_tensors(self.state.layout)], self.state)
-        return tuple(reduced.segment(i) if i in self._wanted else None for i in self.state.main.held)
+        wanted = [by_tensor.get(i) for i in trainable_tensors(self.state.layout)]
+        reduced = reduce_scatter(wanted, self.state, last_microbatch=self.state.carrier is None)
+        return tuple(reduced.segment(i) if i in self._wanted else None for i in self._leaves.held)
 
 
 class BoundRoot(BoundUnit):
@@ -93,12 +93,11 @@ class BoundRoot(BoundUnit):
         template: UnitTemplate,
         state: UnitState,
         bracket: Bracket,
-        device: torch.device,
         others: Iterable[BoundUnit],
         slots: tuple[BufferSlot, ...],
         buffers: dict[str, torch.Tensor],
     ) -> None:
-        super().__init__(template, state, bracket, device)
+        super().__init__(template, state, bracket)
         self.others = tuple(others)
         self.buffer_slots = slots
         self.buffers = buffers

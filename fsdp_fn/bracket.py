@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_fn.containers import map_tensors
+from fsdp_fn.containers import cast_floating, map_tensors
 from fsdp_fn.escapes import (
     WatchedModules,
     aliases,
@@ -42,7 +42,8 @@ from fsdp_fn.escapes import (
 from fsdp_fn.events import Action
 from fsdp_fn.passes import BackwardPass, Bracket, UnitCall, in_backward
 from fsdp_fn.planes import Phase
-from fsdp_fn.runtime import WeightStorage
+from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
+from fsdp_fn.weights import Weights
 
 Slot = tuple[dict[str, Any], str, int]
 """Where a weight stands: a module's ``_parameters``, its name in it, its index in the unit's layout."""
@@ -53,7 +54,7 @@ class Unit(ABC):
 
     ``resting``: what the slots hold outside the unit's forward and backward. ``differentiable``: indices of the
     tensors whose gradients are wanted. ``shards``: inputs of Open that get a gradient, in the functional path.
-    A path says, as a subclass, how weights are gathered and gradients delivered.
+    A path says, as a subclass, how gradients are delivered.
     """
 
     def __init__(
@@ -62,24 +63,28 @@ class Unit(ABC):
         slots: Sequence[Slot],
         resting: Sequence[Any],
         modules: Sequence[nn.Module],
-        storage: WeightStorage,
+        weights: Weights,
         differentiable: Sequence[int],
         bracket: Bracket,
         device: torch.device,
+        precision: PrecisionPolicy,
+        policy: SchedulePolicy,
         shards: tuple[torch.Tensor, ...] = (),
     ) -> None:
         self.rename(name)
         self.slots = tuple(slots)
         self.resting = tuple(resting)
         self.bracket = bracket
-        self.storage = storage
+        self.weights = weights
+        self._input_dtype, self._output_dtype = precision.input_dtype, precision.output_dtype
+        self._keeps_after_forward = policy.reshard_after_forward is False
         self.differentiable = tuple(differentiable)
         self.shards = shards
         self.anchor = torch.zeros((), requires_grad=True, device=device)
         self.zero = torch.zeros((), device=device)
         wanted = set(self.differentiable)
         with torch.inference_mode(False):
-            self.leaves = tuple(v.detach().requires_grad_(i in wanted) for i, v in enumerate(storage.views))
+            self.leaves = tuple(v.detach().requires_grad_(i in wanted) for i, v in enumerate(weights.views))
         self._modules = WatchedModules(modules)
         self.version = 0
         self._uses = 0
@@ -88,16 +93,16 @@ class Unit(ABC):
         self._installed: Sequence[Any] = self.resting
 
     @abstractmethod
-    def gather(self) -> int:
-        """Fill the allocated storage; returns the bytes that travelled."""
-
-    @abstractmethod
     def deliver(self, grads: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Take the gradients of the differentiable tensors; returns those of the shard inputs, if any."""
 
     def weights_version(self) -> int:
         """A number that changes when the weights do."""
         return self.version
+
+    def present(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Full weights as the modules are to read them."""
+        return tensors
 
     def finish_backward(self) -> None:  # noqa: B027 (optional)
         """The backward pass in which gradients were delivered is over."""
@@ -130,23 +135,24 @@ class Unit(ABC):
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``forward`` with the full weights in place."""
+        args, kwargs = cast_floating((args, kwargs), self._input_dtype)
         recomputing = in_backward()
         phase = Phase.RECOMPUTE if recomputing else Phase.FORWARD
         previous = self._installed
         self._acquire(phase)
         started = time.perf_counter()
+        call, token = None, None
         try:
-            call, token = None, None
-            weights: Sequence[torch.Tensor] = self.storage.views
+            weights: Sequence[torch.Tensor] = self.weights.views
             if torch.is_grad_enabled():
                 call = UnitCall(self, self.bracket.open[-1] if self.bracket.open else None)
                 token, weights = self._open(call)
                 self.bracket.open.append(call)
-            self._install(weights)
-            before = self.storage.writes()
+            self._install(self.present(weights))
+            before = self.weights.writes()
             try:
                 if call is not None and self._modules.observed() and not saving_is_watched():
-                    with watch_saved(self.storage.storages, weakref.WeakMethod(call.enter_backward)):
+                    with watch_saved(self.weights.storages, weakref.WeakMethod(call.enter_backward)):
                         output = forward(*args, **kwargs)
                 else:
                     output = forward(*args, **kwargs)
@@ -154,21 +160,25 @@ class Unit(ABC):
                 self._install(previous)
                 if call is not None:
                     self.bracket.open.remove(call)
-            if self.storage.writes() != before:
+            if self.weights.writes() != before:
                 raise RuntimeError(
                     f"{self.label}: its forward changed a weight in place (as nn.Embedding's max_norm does), which "
                     "would be lost with the gathered copy; change the sharded parameter outside forward"
                 )
-            return self._close(call, token, output, args, kwargs)
-        finally:
+            output = self._close(call, token, output, args, kwargs)
+        except BaseException:
             self._log(phase, Action.COMPUTE, started)
             self._release(phase, keep=recomputing)
+            raise
+        self._log(phase, Action.COMPUTE, started)
+        self._release(phase, keep=recomputing, for_backward=call is not None)
+        return cast_floating(output, self._output_dtype)
 
     def _open(self, call: UnitCall) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         token, *opened = _open_of(self.label).apply(self.anchor, call, *self.shards)
-        if len(opened) == len(self.storage.views):
+        if len(opened) == len(self.weights.views):
             return token, opened
-        weights = list(self.storage.views)
+        weights = list(self.weights.views)
         for index, weight in zip(self.differentiable, opened, strict=True):
             weights[index] = weight
         return token, weights
@@ -184,7 +194,7 @@ class Unit(ABC):
         needing: dict[int, torch.Tensor] = {}
 
         def visit(tensor: torch.Tensor) -> torch.Tensor:
-            if aliases(tensor, self.storage.storages):
+            if aliases(tensor, self.weights.storages):
                 raise RuntimeError(
                     f"{self.label}: its output aliases a gathered weight, whose storage is released after forward; "
                     "return a clone, or use the weight inside the unit"
@@ -218,7 +228,7 @@ class Unit(ABC):
     def _visit_kept(
         self, needing: dict[int, torch.Tensor], key: Any, token: torch.Tensor | None, tensor: torch.Tensor
     ) -> torch.Tensor:
-        if aliases(tensor, self.storage.storages):
+        if aliases(tensor, self.weights.storages):
             raise RuntimeError(
                 f"{self.label}: a module keeps a gathered weight as {key!r}, whose storage is released after forward; "
                 "keep a clone"
@@ -252,7 +262,8 @@ class Unit(ABC):
         current.calls[call] = None
         self._backward_calls += 1
         if self._backward_calls == 1:
-            self._install(self.leaves)
+            with torch.enable_grad():
+                self._install(self.present(self.leaves))
             self.before_backward()
 
     def end_backward(self, call: UnitCall, grads: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
@@ -272,7 +283,7 @@ class Unit(ABC):
         finally:
             self.leave_backward(call, current)
         current.delivered[self] = None
-        self._log(Phase.BACKWARD, Action.REDUCE, started, self.storage.nbytes)
+        self._log(Phase.BACKWARD, Action.REDUCE, started, self.weights.nbytes)
         return shard_grads
 
     def leave_backward(self, call: UnitCall, current: BackwardPass) -> None:
@@ -292,28 +303,28 @@ class Unit(ABC):
 
     def _acquire(self, phase: Phase) -> None:
         if self._uses == 0:
-            if self._kept:
-                self._kept = False
-            else:
+            kept, self._kept = self._kept, False
+            # What forward left for backward may be older than the main weights: another forward gathers again.
+            if not kept or phase is Phase.FORWARD:
                 started = time.perf_counter()
                 with torch.no_grad():
-                    self.storage.allocate()
-                    try:
-                        transferred = self.gather()
-                    except BaseException:
-                        self.storage.free(self.bracket.release)
-                        raise
+                    transferred = self.weights.acquire(phase)
                 self._log(phase, Action.GATHER, started, transferred)
         self._uses += 1
 
-    def _release(self, phase: Phase, keep: bool = False) -> None:
+    def _release(self, phase: Phase, keep: bool = False, for_backward: bool = False) -> None:
         self._uses -= 1
         if self._uses == 0:
             if keep:
                 # A recomputation is followed by the backward that asked for it: what it gathered stays for that.
                 self._kept = True
                 self.bracket.current_pass().kept[self] = None
+            elif for_backward and self._keeps_after_forward:
+                self._kept = True
             else:
+                if for_backward:
+                    with torch.no_grad():
+                        self.weights.keep_part()
                 self._free(phase)
 
     def drop_kept(self) -> None:
@@ -324,7 +335,7 @@ class Unit(ABC):
 
     def _free(self, phase: Phase) -> None:
         started = time.perf_counter()
-        self.storage.free(self.bracket.release)
+        self.weights.release(self.bracket.release, phase)
         self._log(phase, Action.RELEASE, started)
 
     def _install(self, tensors: Sequence[Any]) -> None:
@@ -345,7 +356,7 @@ class _Open(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         unit = call.unit
-        views = unit.storage.views
+        views = unit.weights.views
         return (anchor.detach(), *(views[index].detach() for index in unit.differentiable))
 
     @staticmethod

@@ -65,6 +65,21 @@ def strangers(names: Iterable[str], expected: Iterable[str], owner: str) -> list
     ]
 
 
+def check_ranks(ranks: Mapping[str, int]) -> None:
+    """Raise ValueError where a unit lies on fewer ranks than others: those outside may hold other values by its names.
+
+    ``ranks``: of each unit that has parameters, how many ranks its mesh has.
+    """
+    widest = max(ranks.values(), default=0)
+    for unit, count in ranks.items():
+        if count < widest:
+            raise ValueError(
+                f"unit {unit!r} is sharded over {count} ranks and others over {widest}: what ranks outside hold under "
+                "the same names may differ (experts do), and only one could be stored. Make its parameters DTensors of "
+                "the expert axis, or save it by itself"
+            )
+
+
 def raise_for(problems: list[str]) -> None:
     """Raise CheckpointError naming the first few problems, if there are any."""
     if problems:

@@ -6,12 +6,14 @@ new tensors on the host; the module and the optimizer are changed only by instal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fsdp_fn.checkpoint_match import (
@@ -19,11 +21,15 @@ from fsdp_fn.checkpoint_match import (
     OPTIMIZER,
     CheckpointError,
     Stored,
+    check_ranks,
     differences,
     raise_for,
     strangers,
 )
-from fsdp_fn.ragged import RaggedTensor, from_spec, ragged_spec, restore_optimizer_state
+from fsdp_fn.checkpoint_shards import PlainShards
+from fsdp_fn.groups import group_over
+from fsdp_fn.module import FsdpModule
+from fsdp_fn.ragged import RaggedSpec, RaggedTensor, from_spec, restore_optimizer_state
 
 
 class ModuleContents:
@@ -39,7 +45,10 @@ class ModuleContents:
             raise TypeError(f"{type(model).__name__} has no sharded parameter: wrap it with fully_shard first")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer of a module: expected torch.optim.Optimizer, got {type(optimizer).__name__}")
-        self.group: dist.ProcessGroup = ragged[0].device_mesh.get_group()
+        self.group: dist.ProcessGroup = group_over(max((p.device_mesh for p in ragged), key=DeviceMesh.size))
+        units = [child._fsdp_unit for child in model.modules() if isinstance(child, FsdpModule)]
+        held = [unit for unit in units if unit.parameters]
+        check_ranks({unit.name: math.prod(axis.size for axis in unit.state.axes) for unit in held})
         self._model, self._optimizer = model, optimizer
         # A tied tensor stands under several keys; the first is its name on disk.
         self._entries = model.state_dict(keep_vars=True)
@@ -51,8 +60,9 @@ class ModuleContents:
         }
         self._tensors = {self._names[key]: self._entries[key] for key in reversed(self._names)}
         self._parameter_names = {id(value): name for name, value in self._tensors.items()}
+        self._shards = PlainShards(model)
         for parameter in self._optimized():
-            if id(parameter) not in self._parameter_names:
+            if id(parameter) not in self._parameter_names and self._shards.names(parameter) is None:
                 raise ValueError(
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the "
                     "model; make the optimizer after fully_shard"
@@ -79,7 +89,7 @@ class ModuleContents:
             groups = [
                 {
                     **{key: _on_host(value) for key, value in group.items()},
-                    "params": [self._parameter_names[id(parameter)] for parameter in group["params"]],
+                    "params": [name for parameter in group["params"] for name in self._names_of(parameter)],
                 }
                 for group in self._optimizer.param_groups
             ]
@@ -99,14 +109,20 @@ class ModuleContents:
 
     def _state(self) -> Iterator[tuple[str, Any]]:
         for parameter in self._optimized():
-            name = self._parameter_names[id(parameter)]
+            first = self._names_of(parameter)[0]
             for key, value in self._states().get(parameter, {}).items():
                 if isinstance(value, dict | list | tuple) or "." in key:
                     raise TypeError(
-                        f"optimizer state {key!r} of parameter {name!r} is a {type(value).__name__}; only "
+                        f"optimizer state {key!r} of parameter {first!r} is a {type(value).__name__}; only "
                         "tensors and numbers under plain names are stored"
                     )
-                yield f"{OPTIMIZER}{name}.{key}", value
+                plain = self._shards.names(parameter) is not None
+                for name, part in self._shards.split(parameter, key, value) if plain else [(first, value)]:
+                    yield f"{OPTIMIZER}{name}.{key}", part
+
+    def _names_of(self, parameter: torch.Tensor) -> list[str]:
+        """Names of the parameters that an optimizer's parameter stands for: itself, or what is in a plain shard."""
+        return self._shards.names(parameter) or [self._parameter_names[id(parameter)]]
 
     def _states(self) -> dict[torch.Tensor, dict[str, Any]]:
         return {} if self._optimizer is None else self._optimizer.state
@@ -136,7 +152,7 @@ class ModuleContents:
         return found, lambda: self._install(found, stored)
 
     def _optimizer_problems(self, stored: Stored) -> list[str]:
-        own = {self._parameter_names[id(parameter)] for parameter in self._optimized()}
+        own = {name for parameter in self._optimized() for name in self._names_of(parameter)}
         names = stored.optimizer_names()
         problems = strangers(names, [name for name in names if _parameter_of(name) in own], "the optimizer")
         # A parameter that was in no backward has no state, here or there; where both have some, it must agree.
@@ -154,7 +170,7 @@ class ModuleContents:
         if groups is None or self._optimizer is None:
             return problems
         ours: Any = self.host()["param_groups"]
-        if [group["params"] for group in groups] != [group["params"] for group in ours]:
+        if [sorted(group["params"]) for group in groups] != [sorted(group["params"]) for group in ours]:
             problems.append("the checkpoint's parameter groups hold other parameters than the optimizer's")
         elif [set(group) for group in groups] != [set(group) for group in ours]:
             problems.append(
@@ -189,7 +205,10 @@ class ModuleContents:
                     ours = group[key]
                     group[key] = torch.as_tensor(value).to(ours) if isinstance(ours, torch.Tensor) else value
             for parameter in group["params"]:
-                state = loaded.get(self._parameter_names[id(parameter)])
+                if self._shards.names(parameter) is None:
+                    state = loaded.get(self._parameter_names[id(parameter)])
+                else:
+                    state = self._shards.join(parameter, [loaded.get(name) for name in self._names_of(parameter)])
                 if state is None:
                     optimizer.state.pop(parameter, None)
                     continue
@@ -209,7 +228,7 @@ def _parameter_of(name: str) -> str:
 def _like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """An empty host tensor placed as ``value``."""
     if isinstance(value, RaggedTensor):
-        spec = ragged_spec(value.device_mesh, value.placement.bounds, value.shape, dtype)
+        spec = cast(RaggedSpec, value._spec).like(dtype)
         return from_spec(torch.empty_like(value._local_tensor, dtype=dtype, device="cpu"), spec, False)
     if isinstance(value, DTensor):
         raise CheckpointError(

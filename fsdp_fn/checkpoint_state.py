@@ -7,6 +7,7 @@ goes into new tensors, and the states that were given are as they were.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,20 +15,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_fn.buffer_specs import spec_of
 from fsdp_fn.checkpoint_match import (
     MODEL,
     OPTIMIZER,
     CheckpointError,
     Stored,
+    check_ranks,
     differences,
     raise_for,
     strangers,
 )
-from fsdp_fn.groups import process_group
-from fsdp_fn.layout import row_bounds
+from fsdp_fn.groups import group_over, mesh_over
 from fsdp_fn.optim import OptimizerState
-from fsdp_fn.ragged import from_spec, ragged_spec
-from fsdp_fn.state import Buffer, ModelState, trainable_tensors
+from fsdp_fn.ragged import from_spec
+from fsdp_fn.state import Axis, Buffer, ModelState, trainable_tensors
 
 # torch's optimizers that keep this moment keep a step of each parameter beside it.
 _STEPPED = "exp_avg"
@@ -44,10 +46,14 @@ class StateContents:
             raise TypeError(f"optimizer of a ModelState: expected OptimizerState, got {type(optimizer).__name__}")
         if not model.units:
             raise ValueError("the model state has no unit: there is nothing to save or load")
-        axis = next(iter(model.units.values())).axis
-        device = next(flat.device for unit in model.units.values() for flat in unit.main.segments)
-        self.group: dist.ProcessGroup = process_group(axis)
-        self._mesh = DeviceMesh.from_group(self.group, device.type, mesh_dim_names=(axis.name,))
+        meshes: dict[tuple[Axis, ...], DeviceMesh] = {}
+        for unit in model.units.values():
+            if unit.axes not in meshes:
+                meshes[unit.axes] = mesh_over(unit.axes, unit.compute_device.type)
+        self._meshes = meshes
+        held = {name: unit for name, unit in model.units.items() if unit.layout.tensors}
+        check_ranks({name: math.prod(axis.size for axis in unit.axes) for name, unit in held.items()})
+        self.group: dist.ProcessGroup = group_over(max(meshes.values(), key=DeviceMesh.size))
         self._model, self._optimizer = model, optimizer
 
     # --- saving ---------------------------------------------------------------------------------------------
@@ -88,10 +94,9 @@ class StateContents:
         for index in tensors:
             described, owned = buffer.layout.tensors[index], buffer.owned(index)
             if described.shape:
-                bounds = row_bounds(buffer.layout, index)
-                spec = ragged_spec(self._mesh, bounds, described.shape, owned.dtype)
-                rows = bounds[buffer.axis.rank + 1] - bounds[buffer.axis.rank]
-                yield described.name, from_spec(owned.detach().view(rows, *described.shape[1:]), spec, False)
+                mesh = self._meshes[buffer.axes]
+                spec = spec_of(buffer.layout, index, mesh, buffer.placements, buffer.axes, owned.dtype)
+                yield described.name, from_spec(owned.detach(), spec, False)
             elif not owned.ndim:
                 # A tensor without dimensions has no rows to share out: its one owner stores it.
                 yield described.name, owned.detach()
@@ -122,7 +127,9 @@ class StateContents:
             problems += strangers(stored.optimizer_names(), expected, "the optimizer state")
         raise_for(problems)
         units = {
-            name: dataclasses.replace(unit, main=_blank(unit.main), gradient=None, version=unit.version + 1)
+            name: dataclasses.replace(
+                unit, main=_blank(unit.main), planes=None, gradient=None, carrier=None, version=unit.version + 1
+            )
             for name, unit in self._model.units.items()
         }
         buffers = {

@@ -6,23 +6,39 @@ tensor or segment, what was expected and what came.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from fsdp_fn.placement import Replicate, Sharded
+from fsdp_fn.placement import Placement, Replicate, gradient_placements, parameter_placements
 from fsdp_fn.planes import PlaneKind
-from fsdp_fn.state import Buffer, Gathered, UnitState, trainable_segments, trainable_tensors
+from fsdp_fn.state import (
+    Buffer,
+    Gathered,
+    UnitState,
+    needs_planes,
+    piece_of,
+    trainable_segments,
+    trainable_tensors,
+)
 
 
 def check_main(unit: UnitState) -> None:
     """ValueError unless the main weights are what the unit's layout and precision say."""
-    _check_count(unit, "main weights", unit.main)
-    for index, flat in zip(unit.main.held, unit.main.segments, strict=True):
-        segment = unit.layout.segments[index]
-        label = f"unit {unit.name!r}: main weights, segment {index}"
-        dtype = unit.precision.main(segment.dtype)
-        _check_flat(label, flat, segment.shard_size, dtype, unit.main.segments[0].device)
+    main, home = unit.main, unit.home_device
+    _check_buffer(unit, "main weights", main, main.placements, main.held, unit.precision.main, home)
+
+
+def check_planes(unit: UnitState) -> None:
+    """ValueError unless stored planes are what the unit's strategy keeps at rest."""
+    if unit.planes is None:
+        return
+    if not needs_planes(unit):
+        raise ValueError(f"unit {unit.name!r}: its strategy keeps no planes beside the main weights, but it has some")
+    for kind, buffer in unit.planes.items():
+        placed = parameter_placements(unit.strategy)
+        label, device = f"{kind.value} plane", unit.compute_device
+        _check_buffer(unit, label, buffer, placed, unit.main.held, unit.precision.compute, device)
 
 
 def checked_kinds(unit: UnitState, kinds: tuple[PlaneKind, ...]) -> tuple[PlaneKind, ...]:
@@ -43,21 +59,9 @@ def check_gather_out(unit: UnitState, out: Gathered, needed: tuple[PlaneKind, ..
     for kind in needed:
         if kind not in out.planes:
             raise ValueError(f"unit {unit.name!r}: out has no {kind.value} plane to gather into")
-        buffer = out.planes[kind]
-        if buffer.layout != unit.layout or buffer.held != unit.main.held or buffer.axis != unit.axis:
-            raise ValueError(f"unit {unit.name!r}: out has another layout or axis than the unit")
-        if not isinstance(buffer.placement, Replicate):
-            raise ValueError(f"unit {unit.name!r}: out is placed {buffer.placement}, expected Replicate")
-        _check_count(unit, "out", buffer)
-        for index, flat in zip(buffer.held, buffer.segments, strict=True):
-            segment = unit.layout.segments[index]
-            _check_flat(
-                f"unit {unit.name!r}: out segment {index}",
-                flat,
-                segment.size,
-                unit.precision.compute(segment.dtype),
-                unit.main.segments[0].device,
-            )
+        whole = (Replicate(),) * len(unit.axes)
+        given, device = out.planes[kind], unit.compute_device
+        _check_buffer(unit, "out", given, whole, unit.main.held, unit.precision.compute, device)
 
 
 def check_gradients(grads: Sequence[torch.Tensor | None], unit: UnitState) -> None:
@@ -67,7 +71,7 @@ def check_gradients(grads: Sequence[torch.Tensor | None], unit: UnitState) -> No
         raise ValueError(
             f"unit {unit.name!r}: expected {len(indices)} gradients, one per trainable tensor, got {len(grads)}"
         )
-    device = unit.main.segments[0].device if unit.main.segments else None
+    device = unit.compute_device
     for index, grad in zip(indices, grads, strict=True):
         spec = unit.layout.tensors[index]
         if grad is None:
@@ -89,37 +93,40 @@ def check_gradients(grads: Sequence[torch.Tensor | None], unit: UnitState) -> No
 
 
 def check_accumulate(unit: UnitState, accumulate: Buffer) -> None:
-    """ValueError unless ``accumulate`` is a gradient buffer of this unit."""
-    held = trainable_segments(unit.layout)
-    if (
-        accumulate.layout != unit.layout
-        or accumulate.axis != unit.axis
-        or accumulate.held != held
-        or not isinstance(accumulate.placement, Sharded)
-    ):
+    """ValueError unless ``accumulate`` is a gradient buffer of this unit, as it is between microbatches."""
+    placed, held = gradient_placements(unit.strategy), trainable_segments(unit.layout)
+    label, dtype_of = "accumulated gradient", unit.precision.accumulate
+    _check_buffer(unit, label, accumulate, placed, held, dtype_of, unit.home_device)
+
+
+def _check_buffer(
+    unit: UnitState,
+    label: str,
+    buffer: Buffer,
+    placements: tuple[Placement, ...],
+    held: tuple[int, ...],
+    dtype_of: Callable[[torch.dtype], torch.dtype],
+    device: torch.device,
+) -> None:
+    label = f"unit {unit.name!r}: {label}"
+    if buffer.layout != unit.layout or buffer.axes != unit.axes:
+        raise ValueError(f"{label}: has another layout or other axes than the unit")
+    if buffer.placements != placements or buffer.held != held:
         raise ValueError(
-            f"unit {unit.name!r}: accumulate: expected a sharded buffer of the trainable segments {held}, "
-            f"got one of segments {accumulate.held} placed {accumulate.placement} on {accumulate.axis}"
+            f"{label}: expected the segments {held} placed {_placed(placements)}, got the segments {buffer.held} "
+            f"placed {_placed(buffer.placements)}"
         )
-    _check_count(unit, "accumulate", accumulate)
-    for index, flat in zip(held, accumulate.segments, strict=True):
-        segment = unit.layout.segments[index]
-        dtype = unit.precision.main(segment.dtype)
-        label = f"unit {unit.name!r}: accumulate segment {index}"
-        _check_flat(label, flat, segment.shard_size, dtype, unit.main.segments[0].device)
+    if len(buffer.segments) != len(held):
+        raise ValueError(f"{label}: expected a flat tensor for each of the segments {held}, got {len(buffer.segments)}")
+    _, count = piece_of(placements, unit.axes)
+    for index, flat in zip(held, buffer.segments, strict=True):
+        shape, dtype = (unit.layout.segments[index].size // count,), dtype_of(unit.layout.segments[index].dtype)
+        if flat.shape != shape or flat.dtype != dtype or flat.device != device or not flat.is_contiguous():
+            raise ValueError(
+                f"{label}, segment {index}: expected a contiguous {dtype} tensor of shape {shape} on {device}, "
+                f"got {flat.dtype} of shape {tuple(flat.shape)} on {flat.device}"
+            )
 
 
-def _check_count(unit: UnitState, label: str, buffer: Buffer) -> None:
-    if len(buffer.segments) != len(buffer.held):
-        raise ValueError(
-            f"unit {unit.name!r}: {label}: expected one flat tensor for each of the segments {buffer.held}, "
-            f"got {len(buffer.segments)}"
-        )
-
-
-def _check_flat(label: str, flat: torch.Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-    if flat.shape != (numel,) or flat.dtype != dtype or flat.device != device or not flat.is_contiguous():
-        raise ValueError(
-            f"{label}: expected a contiguous {dtype} tensor of shape ({numel},) on {device}, "
-            f"got {flat.dtype} of shape {tuple(flat.shape)} on {flat.device}"
-        )
+def _placed(placements: tuple[Placement, ...]) -> str:
+    return ", ".join(map(str, placements))

@@ -1,4 +1,4 @@
-"""Containers: find and replace tensors in what a module returns.
+"""Containers: find and replace tensors in what a module takes and returns.
 
 Promises: tensors in tuples, lists, dicts, named tuples, dataclasses and every node type registered with
 torch's pytree are found; the container's type and everything else in it is kept. An object of another type
@@ -15,14 +15,27 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from fsdp_fn.policy import is_cast
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, where: str) -> Any:
+def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
+    """``value`` with each tensor of a castable floating-point dtype in it cast to ``dtype``; None casts nothing.
+
+    Objects that cannot be opened are passed through as they are.
+    """
+    if dtype is None:
+        return value
+    return map_tensors(lambda tensor: tensor.to(dtype) if is_cast(tensor.dtype) else tensor, value, None)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, where: str | None) -> Any:
     """``value`` with ``function`` applied to each tensor in it; ``where`` names the module in errors.
 
     Containers in which nothing changes are returned as they are. Raises TypeError for an object that holds a
-    tensor with a gradient history and that neither pytree nor the dataclass protocol can open.
+    tensor with a gradient history and that neither pytree nor the dataclass protocol can open; with ``where`` None
+    such an object is passed through.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -32,7 +45,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, wh
         return _map_dataclass(function, value, where)
     leaves, spec = pytree.tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
-        _refuse_hidden_tensor(value, where)
+        if where is not None:
+            _refuse_hidden_tensor(value, where)
         return value
     mapped = [map_tensors(function, leaf, where) for leaf in leaves]
     if all(new is old for new, old in zip(mapped, leaves, strict=True)):
@@ -44,7 +58,7 @@ def _registered(value: Any) -> bool:
     return type(value) in pytree.SUPPORTED_NODES
 
 
-def _map_dataclass(function: Callable[[torch.Tensor], torch.Tensor], value: Any, where: str) -> Any:
+def _map_dataclass(function: Callable[[torch.Tensor], torch.Tensor], value: Any, where: str | None) -> Any:
     changed = {}
     for field in dataclasses.fields(value):
         if hasattr(value, field.name):

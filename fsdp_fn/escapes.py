@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 
@@ -123,8 +124,9 @@ def is_later(tensor: torch.Tensor, token: torch.Tensor) -> bool:
 
 
 def aliases(tensor: torch.Tensor, storages: frozenset[int]) -> bool:
-    """Whether ``tensor`` is a view of one of ``storages``."""
-    return type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata in storages
+    """Whether ``tensor``, or what a DTensor holds here, is a view of one of ``storages``."""
+    held = tensor._local_tensor if type(tensor) is DTensor else tensor
+    return type(held) is torch.Tensor and held.untyped_storage()._cdata in storages
 
 
 def shared_storages(outputs: Iterable[torch.Tensor], inputs: Iterable[Any]) -> frozenset[int]:

@@ -20,23 +20,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_fn.binding import BOUND, BoundRoot, BoundUnit, BufferSlot, UnitTemplate
+from fsdp_fn.collectives import refresh_planes
 from fsdp_fn.events import EventLog
 from fsdp_fn.gradient_state import gradients_of, with_gradients, without_gradients
-from fsdp_fn.groups import axis_of, default_mesh, mesh_device, raise_together
+from fsdp_fn.groups import axes_of, default_mesh, mesh_device, raise_together
 from fsdp_fn.passes import Bracket
-from fsdp_fn.placement import Placements, Sharded, sharded_granularity, zero3
+from fsdp_fn.placement import Placements
 from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
-from fsdp_fn.state import Axis, Buffer, ModelState, UnitState
-from fsdp_fn.traced import TracedUnit, apply_traced, gather_function
+from fsdp_fn.state import Buffer, ModelState, UnitState, needs_planes
+from fsdp_fn.traced import TracedUnit, apply_traced, gather_functions
 from fsdp_fn.units import (
+    Setting,
     check_parameters,
     check_references,
-    checked_policies,
     copy_buffers,
     describe_layout,
     device_type_of,
     owned_parameters,
     registered_buffers,
+    setting_of,
     shard_unit,
     unit_layout,
 )
@@ -54,11 +56,24 @@ class Template:
     module: nn.Module
     units: tuple[UnitTemplate, ...]
     buffer_slots: tuple[BufferSlot, ...]
-    axis: Axis
     device: torch.device
-    precision: PrecisionPolicy
-    policy: SchedulePolicy
     log: EventLog | None = None
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """A unit that is sharded otherwise than the rest of the model: experts over a smaller mesh, for one.
+
+    ``of``: a module's fully-qualified name, or a class: each module of it is a unit. What is None is as for the model.
+    ``grad_divisor``: what the mean of gradients over the unit's ranks is divided by besides.
+    """
+
+    of: str | type[nn.Module]
+    mesh: DeviceMesh | None = None
+    placements: Placements | Sequence[Placements] | None = None
+    precision: PrecisionPolicy | None = None
+    policy: SchedulePolicy | None = None
+    grad_divisor: float | None = None
 
 
 class _TemplateModule:
@@ -79,53 +94,56 @@ def shard(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
     *,
-    units: Sequence[str | type[nn.Module]] = (),
-    placements: Placements | None = None,
+    units: Sequence[str | type[nn.Module] | UnitSpec] = (),
+    placements: Placements | Sequence[Placements] | None = None,
     precision: PrecisionPolicy | None = None,
     policy: SchedulePolicy | None = None,
+    grad_divisor: float = 1.0,
+    group_of: Callable[[str, nn.Parameter], str] | None = None,
 ) -> tuple[Template, ModelState]:
     """Split ``model`` into a template and this rank's sharded state. ``model`` itself is not changed.
 
     ``units``: fully-qualified names or module classes; each module named, or of such a class, is a unit, and the rest
-    of the model is the root unit. All ranks of the mesh must call, with equal models: each keeps its part of its own
-    values. ``mesh``: one dimension; default, all ranks. ``placements``: default ``zero3()``.
+    of the model is the root unit. A :class:`UnitSpec` says besides how its units differ. All ranks of the mesh must
+    call, with equal models: each keeps its part of its own values. ``mesh``: default, all ranks. ``placements``: a
+    strategy, of ``fsdp_fn.placement``; default ``zero3()``. ``precision``: its output dtype is the whole model's.
+    ``grad_divisor``: what the mean of gradients over ranks is
+    divided by besides. ``group_of(name, parameter)``: parameters of different groups get flat tensors of their own.
 
     Raises ValueError or TypeError on the rank where something does not fit, naming unit and parameter, and
     :class:`~fsdp_fn.groups.RankFault` on the others.
     """
     mesh = default_mesh(device_type_of(model)) if mesh is None else mesh
-    axis, device = axis_of(mesh), mesh_device(mesh)
+    axes, device = axes_of(mesh), mesh_device(mesh)
     made: tuple[Template, ModelState] | None = None
     fault: Exception | None = None
     agreed = ""
     try:
-        granularity = sharded_granularity(zero3() if placements is None else placements)
-        precision, policy = checked_policies(precision, policy)
-        made = _shard(model, axis, device, units, Sharded(granularity), precision, policy)
-        layouts = "; ".join(f"{unit.name}: {describe_layout(unit.layout)}" for unit in made[0].units)
-        agreed = f"{layouts}; {precision}; {policy}; {granularity}"
+        whole = UnitSpec("", mesh, placements, precision, policy, grad_divisor)
+        made = _shard(model, device, units, whole, group_of)
+        agreed = "; ".join(
+            f"{unit.name}: {describe_layout(unit.layout)}; {unit.setting.describe()}" for unit in made[0].units
+        )
     except Exception as error:
         fault = error
-    raise_together(fault, axis, device, agreed, f"shard({type(model).__name__})")
+    raise_together(fault, axes, device, agreed, f"shard({type(model).__name__})")
     assert made is not None
     return made
 
 
 def _shard(
     model: nn.Module,
-    axis: Axis,
     device: torch.device,
-    units: Sequence[str | type[nn.Module]],
-    placement: Sharded,
-    precision: PrecisionPolicy,
-    policy: SchedulePolicy,
+    units: Sequence[str | type[nn.Module] | UnitSpec],
+    whole: UnitSpec,
+    group_of: Callable[[str, nn.Parameter], str] | None,
 ) -> tuple[Template, ModelState]:
-    paths = _unit_paths(model, units)
+    settings = {path: _setting(path, spec, whole) for path, spec in _unit_paths(model, units).items()}
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
-    boundaries = {id(model.get_submodule(path)) for path in paths if path}
+    boundaries = {id(model.get_submodule(path)) for path in settings if path}
     all_owned, owners = {}, dict[int, str]()
-    for path in paths:
+    for path in settings:
         owned = owned_parameters(model.get_submodule(path), lambda child: id(child) in boundaries, path)
         if path and not owned.parameters:
             raise ValueError(f"unit {path!r} has no parameters of its own")
@@ -139,44 +157,59 @@ def _shard(
                     "under one unit"
                 )
     bare = _bare_copy(model)
-    bare_boundaries = {id(bare.get_submodule(path)) for path in paths if path}
+    bare_boundaries = {id(bare.get_submodule(path)) for path in settings if path}
     templates, states = [], {}
     for path, owned in all_owned.items():
-        layout = unit_layout(owned, axis.size, placement.granularity, precision)
+        layout = unit_layout(owned, settings[path], group_of)
         module = bare.get_submodule(path)
         bare_owned = owned_parameters(module, lambda child: id(child) in bare_boundaries, path)
-        states[path] = shard_unit(path, owned.parameters, layout, axis, precision, device)
-        templates.append(UnitTemplate(path, module, bare_owned, layout, gather_function(states[path])))
+        states[path] = shard_unit(path, owned.parameters, layout, settings[path])
+        functions = gather_functions(states[path])
+        templates.append(UnitTemplate(path, module, bare_owned, layout, settings[path], functions))
     for unit in templates:
         unit.module.__class__ = _template_class(cast(Any, type(unit.module)))
     slots = tuple(BufferSlot(name, holder, key, empty) for name, holder, key, empty in registered_buffers(bare))
     buffers = copy_buffers({name: tensor for name, _, _, tensor in registered_buffers(model)})
-    template = Template(bare, tuple(templates), slots, axis, device, precision, policy)
-    return template, ModelState(states, buffers)
+    return Template(bare, tuple(templates), slots, device), ModelState(states, buffers)
 
 
-def _unit_paths(model: nn.Module, units: Sequence[object]) -> list[str]:
-    """Paths of the units, nested ones and the root last, in the order of the module tree."""
+def _setting(path: str, spec: UnitSpec, whole: UnitSpec) -> Setting:
+    if path and whole.precision is not None:
+        # What the model returns is cast, not what its parts hand to one another.
+        whole = dataclasses.replace(whole, precision=dataclasses.replace(whole.precision, output_dtype=None))
+    given = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    for name, value in given.items():
+        given[name] = getattr(whole, name) if value is None else value
+    del given["of"]
+    return setting_of(**given)
+
+
+def _unit_paths(model: nn.Module, units: Sequence[object]) -> dict[str, UnitSpec]:
+    """Paths of the units and how they are chosen, nested ones and the root last, in the order of the module tree."""
     if isinstance(units, str):
         raise TypeError(f"units: expected a sequence of names or nn.Module classes, got the string {units!r}")
     named = dict(model.named_modules())
-    chosen: set[str] = set()
-    for unit in units:
-        if isinstance(unit, str):
-            if unit not in named:
-                raise ValueError(f"units: {type(model).__name__} has no module {unit!r}")
-            chosen.add(unit)
-        elif isinstance(unit, type) and issubclass(unit, nn.Module):
-            found = {path for path, module in named.items() if isinstance(module, unit)}
+    chosen: dict[str, UnitSpec] = {}
+    for given in units:
+        spec = given if isinstance(given, UnitSpec) else UnitSpec(cast(Any, given))
+        of: object = spec.of
+        if isinstance(of, str):
+            if of not in named:
+                raise ValueError(f"units: {type(model).__name__} has no module {of!r}")
+            found = [of]
+        elif isinstance(of, type) and issubclass(of, nn.Module):
+            found = [path for path, module in named.items() if isinstance(module, of)]
             if not found:
-                raise ValueError(f"units: {type(model).__name__} has no module of class {unit.__name__}")
-            chosen |= found
+                raise ValueError(f"units: {type(model).__name__} has no module of class {of.__name__}")
         else:
-            raise TypeError(f"units: expected names or nn.Module classes, got {unit!r}")
+            raise TypeError(f"units: expected names or nn.Module classes, got {given!r}")
+        for path in found:
+            if chosen.setdefault(path, spec) != spec:
+                raise ValueError(f"units: module {path!r} is named twice, as {chosen[path]} and as {spec}")
     for path in chosen:
         if type(named[path]).forward is nn.Module.forward:
             raise ValueError(f"unit {path!r} has no forward of its own, so its weights would never be gathered")
-    return [path for path in named if path in chosen and path] + [""]
+    return {path: chosen[path] for path in named if path in chosen and path} | {"": chosen.get("", UnitSpec(""))}
 
 
 def _bare_copy(model: nn.Module) -> nn.Module:
@@ -200,25 +233,34 @@ def apply(template: Template, state: ModelState, *args: Any, **kwargs: Any) -> t
     """Run the model's forward on ``args`` with the weights of ``state``; the output and the state after it.
 
     Module buffers that the forward changes come back changed in the new state; those of ``state`` stay as they are.
-    Differentiable with respect to the arguments and to main-weight shards that require a gradient (see
-    :func:`with_gradients`). All ranks must call. Eager, or inside ``torch.compile(fullgraph=True)``.
+    Weights that the strategy keeps at rest apart from the main weights (ZeRO-1 and 2, HFSDP) are gathered if ``state``
+    has none, and come back in the new state: hand that one on, and they are gathered once per update.
+
+    Differentiable with respect to the arguments and to leaves from :func:`with_gradients`. All ranks must call. Eager,
+    or inside ``torch.compile(fullgraph=True)``.
     """
     _check_state(template, state)
+    state = refresh(state)
     if torch.compiler.is_compiling():
         output, buffers = apply_traced(template.module, template.units, state, template.buffer_slots, args, kwargs)
         return output, dataclasses.replace(state, buffers=buffers)
     buffers = copy_buffers(state.buffers)
-    bracket = Bracket(template.policy.release, template.log)
     *nested, top = template.units
-    others = [BoundUnit(unit, state.units[unit.name], bracket, template.device) for unit in nested]
-    root = BoundRoot(
-        top, state.units[top.name], bracket, template.device, others, template.buffer_slots, buffers
-    )  # fmt: skip
+    bracket = Bracket(top.setting.policy.release, template.log)
+    others = [BoundUnit(unit, state.units[unit.name], bracket) for unit in nested]
+    root = BoundRoot(top, state.units[top.name], bracket, others, template.buffer_slots, buffers)
     with _bound(root):
         output = template.module(*args, **kwargs)
         _refuse_new_buffers(template)
     # Copies: a checkpointed module runs again in backward, and changes its buffers then.
     return output, dataclasses.replace(state, buffers=copy_buffers(root.buffers))
+
+
+def refresh(state: ModelState) -> ModelState:
+    """The state with all planes that its strategies keep at rest; itself where it has them. All ranks must call."""
+    if not any(needs_planes(unit) and unit.planes is None for unit in state.units.values()):
+        return state
+    return dataclasses.replace(state, units={name: refresh_planes(unit) for name, unit in state.units.items()})
 
 
 def _refuse_new_buffers(template: Template) -> None:
@@ -249,19 +291,22 @@ def _bound(root: BoundRoot) -> Iterator[None]:
 
 
 def value_and_grad(
-    template: Template, loss_function: LossFunction
+    template: Template, loss_function: LossFunction, *, last_microbatch: bool = True
 ) -> Callable[..., tuple[torch.Tensor, dict[str, Buffer], ModelState]]:
     """A function ``(state, *args) -> (loss, gradients, state)``.
 
     ``loss_function(model, *args)`` returns a scalar; ``model`` is a callable that applies the template to the state,
     and may be called any number of times. ``loss`` is this rank's; ``gradients`` are averaged over ranks: one sharded
-    buffer per unit, in the main weights' dtype, zeros where the loss does not reach. Microbatches add up with
-    :func:`add_gradients`. Other leaves that the loss depends on and that require a gradient get it in their ``.grad``,
-    as from any ``loss.backward()``.
+    buffer per unit, in the main weights' dtype, zeros where the loss does not reach. Other leaves that the loss
+    depends on and that require a gradient get it in their ``.grad``, as from any ``loss.backward()``.
+
+    Microbatches: without ``last_microbatch`` gradients are as the strategy sums them between microbatches; add them up
+    with :func:`add_gradients` and complete the sum with :func:`finish_gradients`. With it each result is complete, and
+    may be added up as well, at the cost of completing each.
     """
 
     def step(state: ModelState, *args: Any) -> tuple[torch.Tensor, dict[str, Buffer], ModelState]:
-        current = with_gradients(state)
+        current = with_gradients(state, last_microbatch=last_microbatch)
 
         def model(*inputs: Any, **keywords: Any) -> Any:
             nonlocal current
@@ -299,11 +344,14 @@ def _check_state(template: Any, state: Any) -> None:
     if list(units) != names:
         raise ValueError(f"state has units {list(state.units)}, the template {names}: they must come from one shard()")
     for unit in template.units:
-        given = units[unit.name]
-        if given.axis != template.axis:
-            raise ValueError(f"unit {unit.name!r}: state is on {given.axis}, the template on {template.axis}")
-        if given.precision != template.precision:
-            raise ValueError(f"unit {unit.name!r}: state has {given.precision}, the template {template.precision}")
+        given, setting = units[unit.name], unit.setting
+        wanted = (setting.axes, setting.strategy, setting.precision, setting.grad_divisor)
+        found = (given.axes, given.strategy, given.precision, given.grad_divisor)
+        for what, has, expects in zip(("axes", "strategy", "precision", "grad_divisor"), found, wanted, strict=True):
+            if has != expects:
+                raise ValueError(
+                    f"unit {unit.name!r}: the state's {what}: expected {expects}, as the template's; got {has}"
+                )
         if given.layout != unit.layout:
             raise ValueError(
                 f"unit {unit.name!r}: state holds {describe_layout(given.layout)}, by {given.layout.granularity}; the "

@@ -1,4 +1,4 @@
-"""Gradients as parameters hold them: DTensor views of a unit's flat gradient shard, made once and used again.
+"""Gradients as parameters hold them: DTensor views of a unit's flat gradients, made once and used again.
 
 Promises: what a user still holds is never overwritten. A generation of gradients is used again only when nobody but
 this room refers to any of its tensors or storages; otherwise a fresh one is made, as plain PyTorch would. A generation
@@ -8,30 +8,33 @@ that nobody refers to holds no bytes while the next forward runs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
-from fsdp_fn.layout import local_offset, owned_range
 from fsdp_fn.ragged import RaggedSpec, RaggedTensor, from_spec
-from fsdp_fn.state import UnitState, trainable_segments, trainable_tensors
+from fsdp_fn.state import Buffer, trainable_tensors
 
 
 class GradientShards:
-    """One generation: the flat shards of the trainable segments, and the face of each trainable tensor's rows."""
+    """One generation: flat gradients of the trainable segments, and the face of each trainable tensor's rows.
 
-    def __init__(self, unit: UnitState, specs: Sequence[RaggedSpec]) -> None:
-        mains = [unit.main.segment(index) for index in trainable_segments(unit.layout)]
+    ``make``: a new buffer for them. ``specs``: of every tensor of the layout, placed as the buffer is.
+    """
+
+    def __init__(self, make: Callable[[], Buffer], specs: Sequence[RaggedSpec]) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            self.flats = [torch.empty_like(flat, requires_grad=False) for flat in mains]
-            self.locals = _local_views(unit, self.flats)
+            buffer = make()
+            trainable = trainable_tensors(buffer.layout)
+            self.flats = list(buffer.segments)
+            self.locals = [buffer.owned(index) for index in trainable]
+        del buffer
         self.faces: list[RaggedTensor] = [
-            from_spec(local, specs[index], False)
-            for local, index in zip(self.locals, trainable_tensors(unit.layout), strict=True)
+            from_spec(local, specs[index], False) for local, index in zip(self.locals, trainable, strict=True)
         ]
+        # Pinned memory that is given back does not come back pinned.
         self._storages = [flat.untyped_storage() for flat in self.flats]
-        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._sizes = [0 if flat.is_pinned() else flat.untyped_storage().nbytes() for flat in self.flats]
         self._at_rest = self._holders()
 
     def _holders(self) -> list[int]:
@@ -53,23 +56,12 @@ class GradientShards:
 
     def free(self) -> None:
         """Give the bytes back; only where unused."""
-        for storage in self._storages:
-            storage.resize_(0)
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            if size:
+                storage.resize_(0)
 
     def allocate(self) -> None:
         """Have the bytes, uninitialised."""
         for storage, size in zip(self._storages, self._sizes, strict=True):
-            if storage.nbytes() != size:
+            if size and storage.nbytes() != size:
                 storage.resize_(size)
-
-
-def _local_views(unit: UnitState, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's rows of every trainable tensor, as views of the flat shards."""
-    flat_of: dict[int, Any] = dict(zip(trainable_segments(unit.layout), flats, strict=True))
-    views = []
-    for index in trainable_tensors(unit.layout):
-        segment, _ = unit.layout.location(index)
-        start = local_offset(unit.layout, index, unit.axis.rank)
-        length = len(owned_range(unit.layout, index, unit.axis.rank))
-        views.append(flat_of[segment].narrow(0, start, length).view(unit.main.owned(index).shape))
-    return views

@@ -5,7 +5,7 @@ rank that plans it from the same arguments. It promises that
 
 - every element of every tensor lies in exactly one segment, on exactly one rank, and no two elements share a
   place;
-- a segment holds tensors of one dtype that agree in `requires_grad`, and all its shards are equally long;
+- a segment holds tensors of one dtype that agree in `requires_grad` and `group`, and all its shards are equally long;
 - where a shard boundary falls inside a tensor, it falls at a multiple of that tensor's atom (the
   granularity's rows times the row width), counted from the tensor's own start; only a tensor's last block may
   be short;
@@ -189,12 +189,12 @@ def _plan(
         raise ValueError(f"itemsize must be 1, 2, 4, 8 or 16 bytes, but is {itemsize}")
     _check_names(specs)
     # Tensors that may share a segment, in the order of their first member.
-    groups: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
+    groups: dict[tuple[torch.dtype, bool, str, bool], list[int]] = {}
     for index, spec in enumerate(specs):
         whole = isinstance(spec.granularity or granularity, TensorAtomic)
-        groups.setdefault((spec.dtype, spec.requires_grad, whole), []).append(index)
+        groups.setdefault((spec.dtype, spec.requires_grad, spec.group, whole), []).append(index)
     segments: list[Segment] = []
-    for (dtype, _, whole), members in groups.items():
+    for (dtype, _, _, whole), members in groups.items():
         smallest = dtype.itemsize if itemsize is None else min(itemsize, dtype.itemsize)
         chosen = plan_balanced if whole else planner
         segments += _plan_group(specs, members, shard_count, granularity, smallest, chosen)
@@ -239,6 +239,7 @@ def _plan_group(
                 shard_size=segment.shard_size,
                 shard_count=shard_count,
                 numels=tuple(specs[index].numel for index, _ in placed),
+                group=first.group,
             )
         )
     return segments

@@ -43,7 +43,9 @@ class TensorSpec:
     """What a layout needs to know of one tensor.
 
     A row is a slice of dimension 0, flattened. `granularity` None means the layout's own. A weight whose
-    blocks run over several leading dimensions is described by its flattened shape, `(E * N, K)`.
+    blocks run over several leading dimensions is described by its flattened shape, `(E * N, K)`. Tensors of
+    different `group`s never share a segment: an optimizer that treats them apart finds each in flat tensors of
+    its own.
 
     Raises:
         ValueError: a dimension is negative.
@@ -55,6 +57,7 @@ class TensorSpec:
     dtype: torch.dtype
     requires_grad: bool = True
     granularity: Granularity | None = None
+    group: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.shape, tuple):
@@ -88,6 +91,7 @@ class Segment:
     Attributes:
         dtype: of all its tensors.
         requires_grad: of all its tensors.
+        group: of all its tensors.
         tensors: indices into `Layout.tensors`, in the order of their offsets.
         offsets: the element of the flat whole at which each of `tensors` begins.
         shard_size: elements of one rank's shard; 0 where all tensors are empty.
@@ -102,6 +106,7 @@ class Segment:
     shard_size: int
     shard_count: int
     numels: tuple[int, ...]
+    group: str = ""
 
     @property
     def size(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -26,20 +26,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_fn.events import EventLog
 from fsdp_fn.face import ShardedUnit
-from fsdp_fn.groups import axis_of, default_mesh, mesh_device, raise_together
+from fsdp_fn.groups import axes_of, default_mesh, mesh_device, raise_together
 from fsdp_fn.passes import Bracket
-from fsdp_fn.placement import Placements, sharded_granularity, zero3
+from fsdp_fn.placement import Placements
 from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
-from fsdp_fn.ragged import RaggedTensor, restore_optimizer_state
+from fsdp_fn.ragged import RaggedTensor, UnfinishedGradient, restore_optimizer_state
 from fsdp_fn.state import UnitState
 from fsdp_fn.units import (
     OwnedParameters,
     check_parameters,
     check_references,
-    checked_policies,
     describe_layout,
     device_type_of,
     owned_parameters,
+    setting_of,
     shard_unit,
     unit_layout,
 )
@@ -107,46 +107,49 @@ def fully_shard(
     module: ModuleType,
     mesh: DeviceMesh | None = None,
     *,
-    placements: Placements | None = None,
+    placements: Placements | Sequence[Placements] | None = None,
     precision: PrecisionPolicy | None = None,
     policy: SchedulePolicy | None = None,
+    grad_divisor: float = 1.0,
+    group_of: Callable[[str, nn.Parameter], str] | None = None,
 ) -> ModuleType:
     """Shard ``module``'s parameters over ``mesh``, in place, as one unit, and return it.
 
     Call it bottom-up: on each block, then on the root, which takes the parameters that are left. Build the optimizer
     afterwards. All ranks of the mesh must call, with equal models: each rank keeps its part of its own values.
 
-    ``mesh``: one dimension; default, all ranks. ``placements``: default ``zero3()``. ``precision``, ``policy``: see
-    their classes; the outermost unit's release policy is used by all.
+    ``mesh``: default, all ranks. ``placements``: a strategy, of ``fsdp_fn.placement``, whose axes are found in the mesh
+    by name; default ``zero3()`` on a mesh of one dimension. ``precision``, ``policy``: see their classes; the outermost
+    unit's release policy is used by all. ``grad_divisor``: what the mean of gradients over the unit's ranks is divided
+    by besides: the size of the expert group, where gradients are sums over it already. ``group_of(name, parameter)``:
+    parameters of different groups get flat tensors of their own (see ``flat_shards``).
 
     Raises ValueError or TypeError on the rank where something does not fit, naming unit and parameter, and
     :class:`~fsdp_fn.groups.RankFault` on the others; no module is changed then.
     """
     name = type(module).__name__
     mesh = default_mesh(device_type_of(module)) if mesh is None else mesh
-    axis = axis_of(mesh)
-    device = mesh_device(mesh)
+    axes, device = axes_of(mesh), mesh_device(mesh)
     prepared: ShardedUnit | None = None
     owned = OwnedParameters((), (), (), (), ())
     fault: Exception | None = None
     agreed = ""
     try:
-        granularity = sharded_granularity(zero3() if placements is None else placements)
-        precision, policy = checked_policies(precision, policy)
-        owned = _owned(module, name, mesh.device_type)
-        layout = unit_layout(owned, axis.size, granularity, precision)
-        agreed = f"{name}: {describe_layout(layout)}; {precision}; {policy}; {granularity}"
-        state = shard_unit(name, owned.parameters, layout, axis, precision, device)
-        prepared = ShardedUnit(owned, state, mesh, Bracket(policy.release), device)
+        setting = setting_of(mesh, placements, precision, policy, grad_divisor)
+        owned = _owned(module, name, mesh.device_type, [axis.name for axis in setting.axes])
+        layout = unit_layout(owned, setting, group_of)
+        agreed = f"{name}: {describe_layout(layout)}; {setting.describe()}"
+        state = shard_unit(name, owned.parameters, layout, setting)
+        prepared = ShardedUnit(owned, state, setting, Bracket(setting.policy.release))
     except Exception as error:
         fault = error
-    raise_together(fault, axis, device, agreed, f"fully_shard({name})")
+    raise_together(fault, axes, device, agreed, f"fully_shard({name})")
     assert prepared is not None
     _commit(module, owned, prepared)
     return module
 
 
-def _owned(module: nn.Module, name: str, device_type: str) -> OwnedParameters:
+def _owned(module: nn.Module, name: str, device_type: str, data_parallel: Sequence[str]) -> OwnedParameters:
     if isinstance(module, FsdpModule):
         raise ValueError(f"{name} is wrapped already")
     if type(module).forward is nn.Module.forward and "forward" not in vars(module):
@@ -162,7 +165,7 @@ def _owned(module: nn.Module, name: str, device_type: str) -> OwnedParameters:
                 f"parameter {path!r} of {name} is tied to {_sharded_originals[parameter]}, which a unit of its own "
                 "holds; put both under one unit"
             )
-    check_parameters(owned, name, device_type)
+    check_parameters(owned, name, device_type, data_parallel)
     check_references(owned, module, name)
     for path, parameter in zip(owned.names, owned.parameters, strict=True):
         if not parameter.shape:
@@ -216,6 +219,31 @@ def record_events(module: nn.Module) -> Iterator[EventLog]:
             bracket.log = before[key]
 
 
+@contextlib.contextmanager
+def accumulating(module: nn.Module) -> Iterator[None]:
+    """Backward passes inside are of microbatches that are not a step's last: gradients are left as the strategy sums
+    them (``Placements.gradient``). The first backward outside completes them; an optimizer's step before is refused.
+
+    ``module``: the outermost wrapped one, or one above. Where the body raises, what was summed up is dropped.
+    """
+    units = [child._fsdp_unit for child in module.modules() if isinstance(child, FsdpModule)]
+    brackets = {id(unit.bracket): unit.bracket for unit in units}
+    if not brackets:
+        raise ValueError(f"accumulating: {type(module).__name__} has no wrapped module")
+    before = {key: bracket.last_microbatch for key, bracket in brackets.items()}
+    for bracket in brackets.values():
+        bracket.last_microbatch = False
+    try:
+        yield
+    except BaseException:
+        for unit in units:
+            unit.delivery.drop_sum()
+        raise
+    finally:
+        for key, bracket in brackets.items():
+            bracket.last_microbatch = before[key]
+
+
 def mark_weights_changed(module: nn.Module) -> None:
     """Say that something other than a ``torch.optim`` optimizer wrote the sharded parameters under ``module``.
 
@@ -224,7 +252,7 @@ def mark_weights_changed(module: nn.Module) -> None:
     """
     for child in module.modules():
         if isinstance(child, FsdpModule):
-            child._fsdp_unit.version += 1
+            child._fsdp_unit.changes.marked += 1
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -235,14 +263,26 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     f"this optimizer ({type(optimizer).__name__}) was made before fully_shard and holds the plain "
                     f"parameter {_sharded_originals[parameter]}, which the model no longer reads: make it afterwards"
                 )
+    for unit in _units_of(optimizer):
+        if unit.delivery.unfinished():
+            raise UnfinishedGradient(
+                f"{unit.label}: its gradients are sums over microbatches that are not complete: run the backward of "
+                "the last microbatch outside accumulating()"
+            )
     restore_optimizer_state(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for unit in _live_units:
-        if any(id(parameter) in stepped for parameter in unit.parameters):
-            unit.version += 1
+    for unit in _units_of(optimizer):
+        unit.changes.marked += 1
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        unit.changes.stepped |= all(id(parameter) in held for parameter in unit.delivery.parameters)
+
+
+def _units_of(optimizer: Optimizer) -> list[ShardedUnit]:
+    """Wrapped units of which the optimizer holds a parameter."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [unit for unit in _live_units if any(id(parameter) in held for parameter in unit.delivery.parameters)]
 
 
 register_optimizer_step_pre_hook(_before_step)

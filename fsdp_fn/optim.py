@@ -150,8 +150,11 @@ class SGD(Optimizer):
 
 
 def next_version(state: ModelState) -> ModelState:
-    """The same tensors, as the next version of every unit: what was gathered before is stale now."""
-    units = {name: dataclasses.replace(unit, version=unit.version + 1) for name, unit in state.units.items()}
+    """The same tensors, as the next version of every unit: what was gathered before, planes at rest too, is gone."""
+    units = {
+        name: dataclasses.replace(unit, planes=None, carrier=None, version=unit.version + 1)
+        for name, unit in state.units.items()
+    }
     return dataclasses.replace(state, units=units)
 
 
@@ -200,7 +203,12 @@ def _check(gradients: Gradients, optimizer_state: OptimizerState, state: ModelSt
             raise ValueError(f"{what}: expected units {list(trainable)}, got {list(buffers)}")
         for name, buffer in buffers.items():
             expected = trainable[name]
-            same = buffer.layout == expected.layout and buffer.axis == expected.axis and buffer.held == expected.held
+            if buffer.placements != expected.placements:
+                raise ValueError(
+                    f"{what} of unit {name!r}: placed {buffer.placements}, expected {expected.placements}, as the main "
+                    "weights are; sums over microbatches are completed by finish_gradients(state, gradients)"
+                )
+            same = buffer.layout == expected.layout and buffer.axes == expected.axes and buffer.held == expected.held
             if not same or any(
                 a.shape != b.shape or a.dtype != b.dtype
                 for a, b in zip(buffer.segments, expected.segments, strict=True)

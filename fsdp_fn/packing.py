@@ -18,8 +18,8 @@ def allocate_packed(unit: UnitState) -> list[torch.Tensor]:
     packed = []
     for index in trainable_segments(unit.layout):
         segment = unit.layout.segments[index]
-        flat = unit.main.segment(index)
-        packed.append(flat.new_empty(segment.size, dtype=unit.precision.reduce(segment.dtype)))
+        dtype = unit.precision.reduce(segment.dtype)
+        packed.append(torch.empty(segment.size, dtype=dtype, device=unit.compute_device))
     return packed
 
 

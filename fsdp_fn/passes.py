@@ -27,11 +27,15 @@ def in_backward() -> bool:
 
 
 class Bracket:
-    """What the units of one model share: the backward passes under way, and the log, if any."""
+    """What the units of one model share: the backward passes under way, and the log, if any.
+
+    ``last_microbatch``: whether the backward passes that come complete the gradients.
+    """
 
     def __init__(self, release: Release, log: EventLog | None = None) -> None:
         self.release = release
         self.log = log
+        self.last_microbatch = True
         self.open: list[UnitCall] = []
         self._passes: dict[int, weakref.ref[BackwardPass]] = {}
 

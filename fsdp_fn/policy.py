@@ -26,54 +26,94 @@ class Release(StrEnum):
 class SchedulePolicy:
     """How gathered weights come and go.
 
+    ``reshard_after_forward``: True releases a unit's weights after its forward and gathers them again in backward;
+    False keeps them until its backward is through; a number ``k`` keeps, in between, only what a group of ``k``
+    neighbouring ranks of the innermost sharded axis holds together, and gathers within that group. Nothing is
+    released, and this says nothing, where the strategy replicates parameters.
+
     ``unshard_all_planes_in_backward``: gather the forward planes too when backward starts, for recomputation
     that happens inside a unit and reads its weights without asking for a plane. A dense weight has one plane,
     which serves every phase, so there it changes nothing.
 
+    ``offload``: main weights, finished gradients and with them the optimizer's state live in the host's pinned memory;
+    what compute reads is copied from there and gathered on the device.
+
     ``release``: see :class:`Release`.
     """
 
+    reshard_after_forward: bool | int = True
     unshard_all_planes_in_backward: bool = False
+    offload: bool = False
     release: Release = Release.FREE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "release", Release(self.release))
+        kept = self.reshard_after_forward
+        if not isinstance(kept, bool) and not (type(kept) is int and kept >= 1):
+            raise ValueError(
+                "SchedulePolicy.reshard_after_forward: expected True, False or a group size of at least 1, got "
+                f"{kept!r}"
+            )
+        for name in ("unshard_all_planes_in_backward", "offload"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"SchedulePolicy.{name}: expected True or False, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Dtypes of a unit's weights and gradients; None keeps the parameter's own dtype.
+    """Dtypes of a unit's weights, gradients, inputs and outputs; None keeps what the model has.
 
     ``main_dtype``: the sharded main weights, their gradients and the optimizer's state.
     ``compute_dtype``: the gathered weights that forward and backward compute with.
     ``reduce_dtype``: gradients while they are summed over ranks; None means the main weights' dtype.
+    ``accumulate_dtype``: gradients while they are summed over microbatches; None means the main weights' dtype.
+    ``cast_inputs``: cast floating-point tensors in the unit's arguments, nested ones too, to ``compute_dtype`` if set.
+    ``output_dtype``: cast floating-point tensors in what the unit returns.
 
-    Only floating-point parameters of 16 bits or more are ever cast; integer, bool, complex and 8-bit floating-point
-    ones (codes that have scales elsewhere) keep their dtype.
+    Only floating-point values of 16 bits or more are ever cast; integer, bool, complex and 8-bit floating-point ones
+    (codes that have scales elsewhere) keep their dtype.
     """
 
     main_dtype: torch.dtype | None = None
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_inputs: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("main_dtype", "compute_dtype", "reduce_dtype"):
+        for name in ("main_dtype", "compute_dtype", "reduce_dtype", "accumulate_dtype", "output_dtype"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-                raise TypeError(f"PrecisionPolicy.{name}: expected a floating-point torch.dtype or None, got {value!r}")
+            if value is not None and not (isinstance(value, torch.dtype) and is_cast(value)):
+                raise TypeError(
+                    f"PrecisionPolicy.{name}: expected a floating-point torch.dtype of 16 bits or more, or None, got "
+                    f"{value!r}"
+                )
+        if not isinstance(self.cast_inputs, bool):
+            raise TypeError(f"PrecisionPolicy.cast_inputs: expected True or False, got {self.cast_inputs!r}")
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """Dtype to which inputs are cast; None where they are left alone."""
+        return self.compute_dtype if self.cast_inputs else None
 
     def main(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of the main weight of a parameter that the model holds in ``dtype``."""
-        return self.main_dtype if self.main_dtype is not None and _is_cast(dtype) else dtype
+        return self.main_dtype if self.main_dtype is not None and is_cast(dtype) else dtype
 
     def compute(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which a parameter that the model holds in ``dtype`` is gathered and computed with."""
-        return self.compute_dtype if self.compute_dtype is not None and _is_cast(dtype) else dtype
+        return self.compute_dtype if self.compute_dtype is not None and is_cast(dtype) else dtype
 
     def reduce(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which gradients of a parameter that the model holds in ``dtype`` are summed over ranks."""
-        return self.reduce_dtype if self.reduce_dtype is not None and _is_cast(dtype) else self.main(dtype)
+        return self.reduce_dtype if self.reduce_dtype is not None and is_cast(dtype) else self.main(dtype)
+
+    def accumulate(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which gradients of a parameter that the model holds in ``dtype`` are summed over microbatches."""
+        return self.accumulate_dtype if self.accumulate_dtype is not None and is_cast(dtype) else self.main(dtype)
 
 
-def _is_cast(dtype: torch.dtype) -> bool:
+def is_cast(dtype: torch.dtype) -> bool:
+    """Whether a policy may cast values of this dtype."""
     return dtype.is_floating_point and dtype.itemsize > 1

@@ -1,10 +1,11 @@
 """Ragged: the DTensor face of a flat main-weight shard, whose rows lie on ranks in ragged ranges.
 
-Promises: the local tensor of a face is the given view itself, so a write through either is seen through both.
-Its placement never decays: every operation either keeps it, or gathers, or is refused (``ragged_ops``).
-``full_tensor``, ``redistribute``, ``to_local``, copying, pickling and torch's distributed checkpoints give
-the unsharded values at any bounds. What torch makes itself and places otherwise (a full optimizer state dict
-that it distributed) is brought back by :func:`restore_optimizer_state`.
+Promises: the local tensor of a face is the given view itself, so a write through either is seen through both, and is
+counted on it. It lies on a mesh of any number of dimensions, as ``mesh_spec`` describes. Its placement never decays:
+every operation either keeps it, or gathers, or is refused (``ragged_ops``). ``full_tensor``, ``redistribute``,
+``to_local``, copying, pickling and torch's distributed checkpoints give the unsharded values at any bounds. What torch
+makes itself and places otherwise (a full optimizer state dict that it distributed) is brought back by
+:func:`restore_optimizer_state`.
 """
 
 from __future__ import annotations
@@ -13,24 +14,31 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_foreach_types
 
+from fsdp_fn.ragged_checkpoint import local_chunk, write_item
 from fsdp_fn.ragged_intercept import DISPATCHES_SUBCLASSES, intercept, refuse_gradient
 from fsdp_fn.ragged_ops import run
-from fsdp_fn.ragged_placement import RaggedShard, RaggedSpec
-from fsdp_fn.ragged_whole import whole
+from fsdp_fn.ragged_placement import RaggedShard, RaggedSpec, UnfinishedGradient
+from fsdp_fn.ragged_spec import mesh_spec, ragged_spec
+from fsdp_fn.ragged_whole import part_of, replicated, whole
 
 __all__ = [
     "RaggedShard",
     "RaggedSpec",
     "RaggedTensor",
+    "UnfinishedGradient",
     "as_ragged",
+    "check_gradients_finished",
     "from_spec",
+    "mesh_spec",
     "ragged_spec",
     "restore_optimizer_state",
     "restore_placement",
@@ -38,7 +46,7 @@ __all__ = [
 
 
 class RaggedTensor(DTensor):
-    """A DTensor on one mesh axis with a :class:`RaggedShard` placement. Made by :func:`as_ragged`."""
+    """A DTensor placed as a :class:`RaggedSpec` says. Made by :func:`as_ragged` and :func:`from_spec`."""
 
     @classmethod
     def __torch_function__(
@@ -70,7 +78,12 @@ class RaggedTensor(DTensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         """Copied into the rows held here, which the unit's gathers read; of the same placement, shape and dtype."""
-        if not isinstance(value, RaggedTensor) or value.placements != self.placements or value.dtype != self.dtype:
+        if (
+            not isinstance(value, RaggedTensor)
+            or value.placements != self.placements
+            or value.shape != self.shape
+            or value.dtype != self.dtype
+        ):
             raise TypeError(
                 f"data of a ragged DTensor {tuple(self.shape)} of {self.dtype}: expected one placed alike, got "
                 f"{type(value).__name__} {tuple(value.shape)} of {value.dtype}; write rows with copy_"
@@ -86,7 +99,7 @@ class RaggedTensor(DTensor):
 
     @property
     def placement(self) -> RaggedShard:
-        """The one placement."""
+        """The ragged placement; one part of all the rows where no mesh dimension carries one."""
         return cast(RaggedSpec, self._spec).placement
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -108,24 +121,40 @@ class RaggedTensor(DTensor):
         async_op: bool = False,
         **dtypes: torch.dtype | None,
     ) -> DTensor:
-        """To ``Replicate``, or from there to a plain shard; all ranks of the mesh must call. Differentiable.
+        """To ``Replicate`` on every mesh dimension, or from there to plain shards. Differentiable.
 
-        ``async_op`` is met by a result that is complete. Raises NotImplementedError for another mesh, a
-        ``Partial`` target, or a dtype for either direction.
+        All ranks of the mesh must call. ``async_op`` is met by a result that is complete. Raises NotImplementedError
+        for another mesh, a ``Partial`` or another ragged target, or a dtype for either direction, UnfinishedGradient
+        where a sum is still to come.
         """
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise NotImplementedError(f"redistribute from mesh {self.device_mesh} to another mesh, {device_mesh}")
         if any(value is not None for value in dtypes.values()):
             raise NotImplementedError(f"redistribute of a ragged DTensor takes no {', '.join(dtypes)}: cast it before")
         target = tuple(placements or ())
-        if len(target) != 1 or isinstance(target[0], Partial):
-            raise NotImplementedError(
-                f"redistribute from {self.placements} to {placements}: expected one shard or Replicate()"
-            )
-        if target == self.placements:
+        if target == self.placements and not all(each.is_replicate() for each in target):
             return self
+        if len(target) != self.device_mesh.ndim or any(isinstance(each, Partial | RaggedShard) for each in target):
+            raise NotImplementedError(
+                f"redistribute from {self.placements} to {placements}: expected Replicate() or a plain shard for each "
+                "mesh dimension; to another ragged placement, copy_ into a tensor that has it"
+            )
         gathered: DTensor = _Gather.apply(self)
-        return gathered if target == (Replicate(),) else gathered.redistribute(self.device_mesh, target)
+        if all(each.is_replicate() for each in target):
+            return gathered
+        return gathered.redistribute(self.device_mesh, target)
+
+    # --- torch.distributed.checkpoint -----------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        return [write_item(fqn, self)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [local_chunk(cast(RaggedSpec, self._spec))]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        cast(RaggedSpec, self._spec).require_finished("a checkpoint")
+        return self.to_local()
 
 
 class _ToLocal(torch.autograd.Function):
@@ -144,37 +173,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: RaggedTensor) -> DTensor:
         ctx.spec = value._spec
-        return DTensor.from_local(whole(value), value.device_mesh, [Replicate()], run_check=False)
+        full = whole(value)
+        # A copy at every placement, also where nothing is split.
+        return replicated(full.clone() if full is value._local_tensor else full, value)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> RaggedTensor:
         refuse_gradient("backward of redistribute")
-        return from_spec(_own_rows(grad, ctx.spec), ctx.spec, False)
-
-
-def ragged_spec(
-    mesh: DeviceMesh, bounds: Sequence[int], shape: Sequence[int], dtype: torch.dtype = torch.float32
-) -> RaggedSpec:
-    """What :func:`from_spec` needs: made once a parameter, shared by its gradient and optimizer state.
-
-    ``mesh``: one-dimensional. ``bounds``: see :class:`RaggedShard`. ``shape``: of the whole tensor, at least
-    one dimension. Raises ValueError, naming what does not fit.
-    """
-    placement, shape = RaggedShard(bounds), torch.Size(shape)
-    if mesh.ndim != 1:
-        raise ValueError(f"ragged_spec: expected a mesh of one dimension, got {mesh.ndim}; take one axis of it by name")
-    if not shape:
-        raise ValueError("ragged_spec: a 0-dim tensor has no rows to share out; give the parameter shape (1,)")
-    if placement.rows != shape[0] or len(placement.bounds) != mesh.size() + 1:
-        raise ValueError(
-            f"ragged_spec: bounds {placement.bounds} are for {placement.rows} rows on "
-            f"{len(placement.bounds) - 1} ranks, but the tensor's shape is {tuple(shape)} and the mesh has "
-            f"{mesh.size()} ranks"
-        )
-    stride = [1] * len(shape)
-    for axis in range(len(shape) - 1, 0, -1):
-        stride[axis - 1] = stride[axis] * max(1, shape[axis])
-    return RaggedSpec(mesh, (placement,), tensor_meta=TensorMeta(shape, tuple(stride), dtype))
+        return from_spec(_own_part(grad, ctx.spec), ctx.spec, False)
 
 
 def from_spec(local: torch.Tensor, spec: RaggedSpec, requires_grad: bool) -> RaggedTensor:
@@ -203,8 +209,7 @@ def as_ragged(
     expected = (bounds[rank + 1] - bounds[rank], *shape[1:])
     if tuple(local.shape) != expected:
         raise ValueError(
-            f"as_ragged: rank {rank} of bounds {tuple(bounds)} holds {expected} of shape {tuple(shape)}, but "
-            "got "
+            f"as_ragged: rank {rank} of bounds {tuple(bounds)} holds {expected} of shape {tuple(shape)}, but got "
             f"a local tensor of shape {tuple(local.shape)}"
         )
     return from_spec(local.detach(), spec, requires_grad)
@@ -214,17 +219,18 @@ def restore_placement(value: DTensor, like: RaggedTensor) -> RaggedTensor:
     """``value`` placed as ``like``: itself where it is, else redistributed; then all ranks must call.
 
     Raises ValueError where the two are not of one shape and mesh, or where ``value`` is labelled with a
-    placement that it does not have.
+    placement that it does not have, and UnfinishedGradient where a sum of either is still to come.
     """
     if isinstance(value, RaggedTensor) and value.placements == like.placements:
         return value
     if value.shape != like.shape or value.device_mesh != like.device_mesh:
         raise ValueError(
-            f"restore_placement: expected a DTensor of shape {tuple(like.shape)} on {like.device_mesh}, got "
-            "one of "
+            f"restore_placement: expected a DTensor of shape {tuple(like.shape)} on {like.device_mesh}, got one of "
             f"shape {tuple(value.shape)} on {value.device_mesh}"
         )
-    return from_spec(_own_rows(value, cast(RaggedSpec, like._spec)), _spec_of(value, like), False)
+    spec = cast(RaggedSpec, like._spec)
+    spec.require_finished("restore_placement")
+    return from_spec(_own_part(value, spec), spec.like(value.dtype), False)
 
 
 def restore_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -242,17 +248,22 @@ def restore_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
                 state[key] = restore_placement(value, parameter)
 
 
-def _own_rows(value: DTensor, spec: RaggedSpec) -> torch.Tensor:
-    """This rank's rows, as ``spec`` places them, of a DTensor of any placement."""
+def check_gradients_finished(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UnfinishedGradient where a sum of the ``.grad`` of a ragged parameter is still to come.
+
+    A step refuses it too, but an optimizer may have decayed weights and counted the step before it reads a gradient.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if type(parameter) is RaggedTensor and type(parameter.grad) is RaggedTensor:
+                cast(RaggedSpec, parameter.grad._spec).require_finished(f"the step of {type(optimizer).__name__}")
+
+
+def _own_part(value: DTensor, spec: RaggedSpec) -> torch.Tensor:
+    """This rank's part, as ``spec`` places it, of a DTensor of any placement."""
     if value.placements == spec.placements:
         return value._local_tensor
-    return whole(value)[spec.placement.row_range(spec.mesh.get_local_rank())].clone()
-
-
-def _spec_of(value: DTensor, like: RaggedTensor) -> RaggedSpec:
-    if value.dtype == like.dtype:
-        return cast(RaggedSpec, like._spec)
-    return ragged_spec(like.device_mesh, like.placement.bounds, like.shape, value.dtype)
+    return part_of(whole(value), spec).clone()
 
 
 def _make(local: torch.Tensor, spec: RaggedSpec) -> RaggedTensor:

@@ -2,8 +2,9 @@
 
 Promises: the result of every operation is that of the unsharded tensors. An elementwise one (all that torch's
 optimizers do: single, multi-tensor and fused) runs on the local rows and its result is ragged as well, with
-no communication; torch's own propagation would relabel it ``Shard(0)``, which is another partition. The rest
-is in ``ragged_whole``.
+no communication; torch's own propagation would relabel it ``Shard(0)``, which is another partition. Whatever it writes
+is counted as written on the local tensor, where autograd does not see it. The rest is in ``ragged_whole``,
+``ragged_reduce`` and, of gradients whose sum is still to come, ``ragged_unfinished``.
 """
 
 from __future__ import annotations
@@ -13,21 +14,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from fsdp_fn.ragged_placement import is_ragged
+from fsdp_fn.ragged_placement import RaggedSpec, is_ragged
+from fsdp_fn.ragged_reduce import NORMS, run_norms, run_unscale
+from fsdp_fn.ragged_unfinished import unfinished_result
 from fsdp_fn.ragged_whole import (
     NEW,
-    NORMS,
     Make,
-    placement_of,
+    part_of,
     run_new,
-    run_norms,
     run_random,
-    run_unscale,
     run_whole,
-    spec_like,
     whole,
     written,
     written_arguments,
@@ -88,7 +88,8 @@ def _argument_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
 
 
 def _run_same_value(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> Any:
-    return make(func(args[0]._local_tensor), args[0]._spec)
+    # The local tensor itself: an alias of it that is made here, below autograd, would count its versions apart.
+    return make(args[0]._local_tensor, args[0]._spec)
 
 
 def _run_elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> Any:
@@ -96,7 +97,7 @@ def _run_elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
     if local is not None:
         # Operands on one spec: what every optimizer step is made of.
         result = func(*local, **kwargs)
-        lead, target = args[0], args[0] if written_arguments(func) else None
+        spec, target = args[0]._spec, args[0] if written_arguments(func) else None
     else:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         target = written(func, args, kwargs)
@@ -108,21 +109,25 @@ def _run_elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
             lead = _first(leaf for leaf in leaves if is_ragged(leaf) and leaf.shape == shape)
         if lead is None:
             return run_whole(func, args, kwargs, make)
+        spec = lead._spec
+        if spec.unfinished:
+            spec = unfinished_result(func, args, kwargs, spec)
         operands = [_operand(leaf, lead, func) for leaf in leaves]
         local_args, local_kwargs = pytree.tree_unflatten(operands, structure)
         result = func(*local_args, **local_kwargs)
     if target is not None:
+        increment_version(target._local_tensor)
         return target
     if isinstance(result, torch.Tensor):
-        return make(result, spec_like(lead, result.dtype))
-    return pytree.tree_map_only(torch.Tensor, lambda part: make(part, spec_like(lead, part.dtype)), result)
+        return make(result, spec.like(result.dtype))
+    return pytree.tree_map_only(torch.Tensor, lambda part: make(part, spec.like(part.dtype)), result)
 
 
 def _alike(args: tuple[Any, ...]) -> list[Any] | None:
-    """Local operands, where the first is ragged and every other tensor has the same spec or no dimension."""
-    if not is_ragged(args[0]):
+    """Local operands, where the first is ragged and complete and each other tensor has its spec or no dimension."""
+    spec, local = getattr(args[0], "_spec", None), []
+    if type(spec) is not RaggedSpec or spec.unfinished:
         return None
-    spec, local = args[0]._spec, []
     for value in args:
         if not isinstance(value, torch.Tensor):
             local.append(value)
@@ -138,7 +143,7 @@ def _alike(args: tuple[Any, ...]) -> list[Any] | None:
 
 
 def _operand(value: Any, lead: DTensor, func: torch._ops.OpOverload) -> Any:
-    """``value`` as an operand on the rows that this rank holds of ``lead``."""
+    """``value`` as an operand on the part that this rank holds of ``lead``."""
     if not isinstance(value, torch.Tensor):
         return value
     if not isinstance(value, DTensor):
@@ -148,15 +153,15 @@ def _operand(value: Any, lead: DTensor, func: torch._ops.OpOverload) -> Any:
             f"{func}: got a ragged DTensor of shape {tuple(lead.shape)} and a plain tensor of shape "
             f"{tuple(value.shape)}; give a DTensor on the same mesh, or work on to_local() or full_tensor()"
         )
-    if value._spec is lead._spec:
+    spec: Any = lead._spec
+    if value._spec is spec:
         return value._local_tensor
     if value.device_mesh != lead.device_mesh:
         raise ValueError(f"{func}: operands lie on different meshes, {lead.device_mesh} and {value.device_mesh}")
-    by_row = value.ndim == lead.ndim and value.shape[0] == lead.shape[0]
-    if by_row and value.placements == lead.placements:
+    alike = value.placements == lead.placements and value.ndim == lead.ndim
+    if alike and all(value.shape[dim] == lead.shape[dim] for dim in spec.split_dims):
         return value._local_tensor
-    full = whole(value)
-    return full[placement_of(lead).row_range(lead.device_mesh.get_local_rank())] if by_row else full
+    return part_of(whole(value), spec)
 
 
 # --- lists of tensors ---------------------------------------------------------------------------------------
@@ -164,23 +169,36 @@ def _operand(value: Any, lead: DTensor, func: torch._ops.OpOverload) -> Any:
 
 def _run_each(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> Any:
     """A multi-tensor or fused operation: each position of its lists is an elementwise operation by itself."""
-    named = {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}
+    names = _argument_names(func)
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
     lists = {name: value for name, value in named.items() if _is_tensor_list(value)}
     length = max(len(values) for values in lists.values())
     leads = [_first(v[i] for v in lists.values() if i < len(v) and is_ragged(v[i])) for i in range(length)]
-    for _, name in written_arguments(func):
-        _checkwritten(func, name, lists.get(name, ()), leads)
+    specs = [None if lead is None else lead._spec for lead in leads]
+    for index, spec in enumerate(specs):
+        if spec is not None and spec.unfinished:
+            operands = tuple(
+                named[name][index] if isinstance(named[name], list | tuple) else named[name]
+                for name in names
+                if name in named
+            )
+            specs[index] = unfinished_result(func, operands, kwargs, spec)
+    outputs = written_arguments(func)
+    for _, name in outputs:
+        _check_written(func, name, lists.get(name, ()), leads)
     for name, value in named.items():
         if name in lists:
             named[name] = [_list_operand(each, lead, func) for each, lead in zip(value, leads, strict=False)]
         elif isinstance(value, DTensor):
             named[name] = whole(value)
     result = func(**named)
-    if result is None or written_arguments(func):
+    for _, name in outputs:
+        if name in lists:
+            increment_version(named[name])
+    if result is None or outputs:
         return result
     return [
-        part if lead is None else make(part, spec_like(lead, part.dtype))
-        for part, lead in zip(result, leads, strict=True)
+        part if spec is None else make(part, spec.like(part.dtype)) for part, spec in zip(result, specs, strict=True)
     ]
 
 
@@ -201,7 +219,7 @@ def _list_operand(value: torch.Tensor, lead: DTensor | None, func: torch._ops.Op
     return _operand(value, lead, func)
 
 
-def _checkwritten(
+def _check_written(
     func: torch._ops.OpOverload,
     argument: str,
     values: Sequence[Any],
@@ -215,6 +233,8 @@ def _checkwritten(
             or (is_ragged(value) and value.placements == lead.placements)
         ):
             continue
+        if is_ragged(value):
+            value._spec.require_finished(func)
         placed = value.placements if isinstance(value, DTensor) else "no mesh"
         raise TypeError(
             f"{func}: {argument} of shape {tuple(value.shape)} is on {placed}, expected {lead.placements}; "

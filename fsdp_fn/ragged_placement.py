@@ -1,28 +1,37 @@
 """Placement of a tensor whose rows lie on ranks in ragged ranges, which torch's own ``Shard(0)`` cannot say.
 
 Promises: wherever torch asks a placement about this rank's part (distributed checkpoints, scattering,
-redistribution to and from ``Replicate``), it hears the true row range. It equals only a placement of the same
-bounds, never a ``Shard(0)``; what cannot be served is refused by name.
+redistribution to and from ``Replicate``), it hears the true row range, or is refused by name where it asks about one
+mesh dimension of several that share the rows. A placement equals only one of the same bounds, never a ``Shard(0)``. A
+spec knows this rank's part of the whole tensor, worked out once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fsdp_fn.ragged_gather import gather_rows
+
+
+class UnfinishedGradient(RuntimeError):
+    """A gradient was used whose sum over a mesh dimension is still to come (its placement there is ``Partial``)."""
 
 
 class RaggedShard(Shard):
     """Rank ``r`` of the mesh axis holds rows ``bounds[r]`` up to ``bounds[r + 1]`` of dimension 0.
 
     ``bounds``: one more number than there are ranks, beginning with 0, never decreasing, ending with the
-    number of rows. A rank may hold no row. Raises ValueError for other bounds.
+    number of rows. A rank may hold no row. Where several mesh dimensions carry the placement, the bounds are for the
+    product of their sizes, and the last of them is the major one. Raises ValueError for other bounds.
     """
 
     def __init__(self, bounds: Sequence[int]) -> None:
@@ -96,7 +105,7 @@ class RaggedShard(Shard):
         current_logical_shape: Sequence[Any],
     ) -> torch.Tensor:
         self._check(current_logical_shape[0], mesh.size(mesh_dim))
-        return gather_rows(local_tensor, self, mesh.get_group(mesh_dim))
+        return gather_rows(local_tensor, self._bounds, mesh.get_group(mesh_dim))
 
     def _reduce_shard_tensor(
         self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
@@ -114,66 +123,132 @@ class RaggedShard(Shard):
     def _check(self, rows: int, ranks: int) -> None:
         if rows != self.rows or ranks != len(self._bounds) - 1:
             raise ValueError(
-                f"{self!r} describes {self.rows} rows on {len(self._bounds) - 1} ranks, but is asked about "
-                f"{rows} "
-                f"rows on {ranks} ranks"
+                f"{self!r} describes {self.rows} rows on {len(self._bounds) - 1} ranks, but is asked about {rows} rows "
+                f"on {ranks} ranks. Where several mesh dimensions share the rows (hybrid or tensor-parallel sharding), "
+                "torch cannot ask one at a time: load by torch.distributed.checkpoint, or a full state dict on every "
+                "rank (broadcast_from_rank0=False)"
             )
 
 
 class RaggedSpec(DTensorSpec):
-    """What a ragged DTensor is: mesh, placement, shape, stride, dtype.
+    """What a ragged DTensor is: mesh, placements, shape, stride, dtype. Made by ``ragged_spec`` and ``mesh_spec``.
 
     torch's own spec insists that a shard of dimension 0 equals ``Shard(0)``. It does not, so only this class
     takes the placement, and no plain DTensor can carry it into an operation that would relabel it.
+
+    A whole tensor is first split evenly by the ``Shard`` of each mesh dimension that has one, in mesh order. The rows
+    of what is local then are shared out by the ``RaggedShard``.
     """
 
     def _verify_shard_order(self, shard_order: Any) -> None:
-        if len(self.placements) != 1 or not isinstance(self.placements[0], RaggedShard):
-            raise ValueError(f"RaggedSpec: expected one RaggedShard, got {self.placements}")
+        """Says nothing: ``mesh_spec`` has checked the placements, by other rules than torch's."""
 
-    @property
+    def __getstate__(self) -> dict[str, Any]:
+        # What is worked out below is worked out again, and a hash belongs to its process.
+        kept = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**kept, "_hash": None}
+
+    def like(self, dtype: torch.dtype) -> RaggedSpec:
+        """The same but for the dtype: this very spec where that is the same too."""
+        meta = cast(TensorMeta, self.tensor_meta)
+        if meta.dtype == dtype:
+            return self
+        return RaggedSpec(self.mesh, self.placements, tensor_meta=meta._replace(dtype=dtype))
+
+    @cached_property
     def placement(self) -> RaggedShard:
-        """The one placement."""
-        return cast(RaggedShard, self.placements[0])
+        """The ragged placement; one part of all the rows where no mesh dimension carries one."""
+        if self.ragged_dims:
+            return cast(RaggedShard, self.placements[self.ragged_dims[0]])
+        return RaggedShard((0, self._part[1][0] if self.shape else 1))
+
+    @cached_property
+    def ragged_dims(self) -> tuple[int, ...]:
+        """Mesh dimensions that share the rows in ragged parts, the minor one first."""
+        return tuple(dim for dim, placed in enumerate(self.placements) if isinstance(placed, RaggedShard))
+
+    @cached_property
+    def even_dims(self) -> tuple[int, ...]:
+        """Mesh dimensions that carry torch's ``Shard``."""
+        return tuple(dim for dim, placed in enumerate(self.placements) if type(placed) is Shard)
+
+    @cached_property
+    def unfinished(self) -> tuple[int, ...]:
+        """Mesh dimensions over which the sum is still to come."""
+        return tuple(dim for dim, placed in enumerate(self.placements) if placed.is_partial())
+
+    @cached_property
+    def finished(self) -> RaggedSpec:
+        """The spec with every sum complete: this very spec where no sum is to come."""
+        if not self.unfinished:
+            return self
+        complete = tuple(Replicate() if placed.is_partial() else placed for placed in self.placements)
+        return RaggedSpec(self.mesh, complete, tensor_meta=self.tensor_meta)
+
+    @cached_property
+    def split_dims(self) -> frozenset[int]:
+        """Tensor dimensions of which a rank may hold a part."""
+        return frozenset(cast(Shard, self.placements[dim]).dim for dim in (*self.ragged_dims, *self.even_dims))
+
+    def virtual_rank(self) -> int:
+        """This rank's place among the parts of the ragged placement: the last mesh dimension is the major one."""
+        return self._place
+
+    def row_range(self) -> slice:
+        """Rows that this rank holds, of what the even shards leave it."""
+        return self.placement.row_range(self._place)
+
+    def local_shape(self) -> torch.Size:
+        """Shape of this rank's part."""
+        return torch.Size(self._part[1])
+
+    def offsets(self) -> tuple[int, ...]:
+        """Where this rank's part begins in the whole tensor."""
+        return self._part[0]
+
+    def require_finished(self, what: Any) -> None:
+        """Raise :class:`UnfinishedGradient` where a sum is still to come. ``what`` needs it complete."""
+        if self.unfinished:
+            over = " and ".join(dim_name(self.mesh, dim) for dim in self.unfinished)
+            raise UnfinishedGradient(
+                f"{what}: this gradient of shape {tuple(self.shape)} is not complete: its sum over mesh dimension "
+                f"{over} is still to come, with the backward of the last microbatch. Mark that backward as the last "
+                "one, and use the gradient after it"
+            )
+
+    @cached_property
+    def _coordinate(self) -> tuple[int, ...]:
+        coordinate = self.mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(f"a ragged DTensor on {self.mesh}: this rank is not in that mesh and holds no part")
+        return tuple(coordinate)
+
+    @cached_property
+    def _place(self) -> int:
+        place = 0
+        for dim in reversed(self.ragged_dims):
+            place = place * self.mesh.size(dim) + self._coordinate[dim]
+        return place
+
+    @cached_property
+    def _part(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        offsets, sizes = [0] * len(self.shape), list(self.shape)
+        for mesh_dim in self.even_dims:
+            dim = cast(Shard, self.placements[mesh_dim]).dim
+            sizes[dim] //= self.mesh.size(mesh_dim)
+            offsets[dim] += self._coordinate[mesh_dim] * sizes[dim]
+        if self.ragged_dims:
+            rows = self.row_range()
+            offsets[0] += rows.start
+            sizes[0] = rows.stop - rows.start
+        return tuple(offsets), tuple(sizes)
+
+
+def dim_name(mesh: DeviceMesh, dim: int) -> str:
+    """How a message names a mesh dimension."""
+    return repr(mesh.mesh_dim_names[dim]) if mesh.mesh_dim_names else str(dim)
 
 
 def is_ragged(value: Any) -> bool:
-    """Whether a value is a DTensor with a ragged placement."""
+    """Whether a value is a DTensor with a spec of this library."""
     return isinstance(value, DTensor) and type(value._spec) is RaggedSpec
-
-
-@torch.no_grad()
-def gather_rows(local: torch.Tensor, placement: RaggedShard, group: dist.ProcessGroup) -> torch.Tensor:
-    """The whole tensor, ``(rows, *local.shape[1:])``, from each rank's rows. All ranks must call.
-
-    Any dtype: bytes travel. One gather padded to the longest part; where that would move over twice the
-    tensor (one rank holds nearly all of it), one broadcast from each owner.
-    """
-    whole = local.new_empty((placement.rows, *local.shape[1:]))
-    if not whole.numel():
-        return whole
-    counts = [high - low for low, high in pairwise(placement.bounds)]
-    row_bytes = whole[0].numel() * whole.element_size()
-    flat, most = _bytes(whole), max(counts) * row_bytes
-    own = _bytes(local.contiguous())
-    if len(counts) == 1:
-        flat.copy_(own)
-    elif most * len(counts) <= 2 * flat.numel():
-        padded = flat.new_zeros(most)
-        padded[: own.numel()] = own
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(padded, len(counts), group.group_name)
-        gathered = torch.ops._c10d_functional.wait_tensor(gathered)
-        parts = [gathered[rank * most :][: rows * row_bytes] for rank, rows in enumerate(counts)]
-        torch.cat(parts, out=flat)
-    else:
-        for rank, rows in enumerate(counts):
-            part = flat[placement.bounds[rank] * row_bytes :][: rows * row_bytes]
-            if rank == group.rank():
-                part.copy_(own)
-            if rows:
-                dist.broadcast(part, group=group, group_src=rank)
-    return whole
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)

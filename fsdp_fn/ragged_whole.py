@@ -1,67 +1,88 @@
-"""Ragged whole: operations for which this rank's rows do not suffice, and what they have in common.
+"""Ragged whole: operations for which this rank's part does not suffice, and what they have in common.
 
-Promises: a norm is combined from the ranks' norms by one all-reduce, for a whole list. A random fill draws
-the whole tensor and keeps this rank's rows, so it is what the unsharded tensor would get where ranks share a
-seed. Anything else runs on gathered tensors and gives a replicated DTensor. A write that could not reach the
-shards (a view, an in-place matrix operation) is refused by name. All ranks must call.
+Promises: a random fill draws the whole tensor and keeps this rank's part, so it is what the unsharded tensor would get
+where ranks share a seed. Anything else runs on gathered tensors and gives a replicated DTensor. A write that could not
+reach the shards (a view, an in-place matrix operation) is refused by name, and so is a gradient whose sum is still to
+come. All ranks must call.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils import _pytree as pytree
 
-from fsdp_fn.ragged_placement import RaggedShard, RaggedSpec, gather_rows, is_ragged
+from fsdp_fn.ragged_gather import gather_rows
+from fsdp_fn.ragged_placement import RaggedSpec, is_ragged
 
 aten = torch.ops.aten
 Make = Callable[[torch.Tensor, RaggedSpec], DTensor]
 
 NEW = {aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
-NORMS = {aten.linalg_vector_norm.default, aten.norm.Scalar, aten._foreach_norm.Scalar}
 _RANDOM_LIKE = {aten.rand_like.default, aten.randn_like.default}
 
 
 def whole(value: DTensor) -> torch.Tensor:
     """The full tensor behind a DTensor of any placement, without autograd. All ranks of its mesh must call.
 
-    Raises ValueError where the local tensor is not of the shape that its placement says: a label that an
-    operation outside this library put there.
+    It is the local tensor itself where nothing is split. Raises UnfinishedGradient where a sum is still to come, and
+    ValueError where the local tensor is not of the shape that its placement says: a label that an operation outside
+    this library put there.
     """
-    mesh = value._spec.mesh
     if is_ragged(value):
-        return gather_rows(value._local_tensor, placement_of(value), mesh.get_group())
+        return _gathered(value._local_tensor, cast(RaggedSpec, value._spec))
     if all(placement.is_replicate() for placement in value.placements):
         return value._local_tensor
     _check_label(value)
     with torch.no_grad():
-        detached = cast(DTensor, value.detach())
-        return detached.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
+        travelling = cast(DTensor, value.detach().to(value.device_mesh.device_type))
+        full = travelling.redistribute(placements=[Replicate()] * value.device_mesh.ndim).to_local()
+        return full.to(value._local_tensor.device)
 
 
-def placement_of(value: DTensor) -> RaggedShard:
-    """The placement of a ragged DTensor."""
-    return cast(RaggedSpec, value._spec).placement
+def _gathered(local: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    """The whole tensor on the device of ``local``, from what each rank holds. The mesh's own device carries it."""
+    spec.require_finished("gathering")
+    mesh, device = spec.mesh, local.device
+    part = local.to(mesh.device_type)
+    bounds, rank, stride = spec.placement.bounds, spec.virtual_rank(), 1
+    for dim in spec.ragged_dims:
+        # One rank of this dimension holds by now the rows of `stride` consecutive places.
+        across = stride * mesh.size(dim)
+        first = rank - rank % across
+        cut = [row - bounds[first] for row in bounds[first : first + across + 1 : stride]]
+        part = gather_rows(part, cut, mesh.get_group(dim))
+        stride = across
+    for dim in reversed(spec.even_dims):
+        if mesh.size(dim) > 1:
+            axis = cast(Shard, spec.placements[dim]).dim
+            slices = part.movedim(axis, 0)
+            cut = [place * slices.shape[0] for place in range(mesh.size(dim) + 1)]
+            part = gather_rows(slices, cut, mesh.get_group(dim)).movedim(0, axis).contiguous()
+    return part.to(device)
+
+
+def part_of(full: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    """What ``full``, which broadcasts to the shape of ``spec``, is against this rank's part: a view."""
+    shape, lead = spec.shape, len(spec.shape) - full.ndim
+    held = zip(shape[lead:], spec.offsets()[lead:], spec.local_shape()[lead:], full.shape, strict=True)
+    return full[tuple(slice(at, at + size) if rows == total else slice(None) for total, at, size, rows in held)]
 
 
 def _check_label(value: DTensor) -> None:
-    placements, mesh = value.placements, value.device_mesh
-    placement = placements[0]
-    if mesh.ndim != 1 or type(placement) is not Shard:
-        return
-    rows, _ = placement._local_shard_size_and_offset(value.shape[placement.dim], mesh.size(), mesh.get_local_rank())
-    if value._local_tensor.shape[placement.dim] != rows:
+    expected, _ = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    if tuple(value._local_tensor.shape) != tuple(expected):
         raise ValueError(
-            f"a DTensor of shape {tuple(value.shape)} is labelled {placement} but holds "
-            f"{tuple(value._local_tensor.shape)} here, where that label means {rows} along dimension "
-            f"{placement.dim}: it was made from the local tensor of a ragged one, whose rows lie otherwise"
+            f"a DTensor of shape {tuple(value.shape)} is labelled {value.placements} but holds "
+            f"{tuple(value._local_tensor.shape)} here, where that label means {tuple(expected)}: it was made from the "
+            "local tensor of a ragged one, whose rows lie otherwise"
         )
 
 
@@ -82,67 +103,7 @@ def written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     return None
 
 
-def spec_like(lead: DTensor, dtype: torch.dtype) -> RaggedSpec:
-    """The spec of a result that lies as ``lead`` does: the same object where the dtype is the same."""
-    spec = cast(RaggedSpec, lead._spec)
-    meta = spec.tensor_meta
-    if meta is not None and meta.dtype == dtype:
-        return spec
-    return RaggedSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(lead.shape, lead.stride(), dtype))
-
-
-# --- norms, random fills, new tensors -----------------------------------------------------------------------
-
-
-def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    return float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-
-
-def _is_total_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    dims = args[2] if len(args) > 2 and isinstance(args[2], list | tuple) else kwargs.get("dim")
-    return _order(args, kwargs) >= 0 and not dims
-
-
-def run_norms(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> Any:
-    """Norms of whole tensors: local norms, combined by one all-reduce for a list. Results are replicated."""
-    single = isinstance(args[0], torch.Tensor)
-    values = [args[0]] if single else args[0]
-    mesh = values[0]._spec.mesh
-    if not _is_total_norm(args, kwargs) or not all(is_ragged(v) and v._spec.mesh is mesh for v in values):
-        return run_whole(func, args, kwargs, make)
-    # Some norms are refused of no elements; a zero adds nothing to any of them.
-    local = [v._local_tensor if v._local_tensor.numel() else v._local_tensor.new_zeros((1,) * v.ndim) for v in values]
-    parts = func(local[0] if single else local, *args[1:], **kwargs)
-    parts = [parts] if single else parts
-    together = torch.stack([part.reshape(()) for part in parts])
-    norms = _combined(together, _order(args, kwargs), mesh.get_group()).unbind()
-    combined = [norm.reshape(part.shape) for norm, part in zip(norms, parts, strict=True)]
-    if single:
-        return _replicated(combined[0], values[0])
-    spec = _replicated(combined[0], values[0])._spec
-    return [_dtensor(norm, spec) for norm in combined]
-
-
-def _combined(norms: torch.Tensor, order: float, group: dist.ProcessGroup) -> torch.Tensor:
-    if group.size() == 1:
-        return norms
-    wide = norms.double()
-    if order == math.inf:
-        # A backend's maximum may lose a NaN that only one rank has.
-        both = torch.stack([wide.nan_to_num(nan=0.0, posinf=math.inf), wide.isnan().double()])
-        dist.all_reduce(both, dist.ReduceOp.MAX, group)
-        return both[0].masked_fill(both[1] > 0, math.nan).to(norms.dtype)
-    powers = wide.pow(order) if order else wide
-    dist.all_reduce(powers, group=group)
-    return (powers.pow(1.0 / order) if order else powers).to(norms.dtype)
-
-
-def run_unscale(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> None:
-    """A gradient scaler's check and unscaling, of the local rows; what one rank finds, all are told."""
-    grads, found_inf, inverse_scale = args
-    func([grad._local_tensor if is_ragged(grad) else grad for grad in grads], found_inf, inverse_scale, **kwargs)
-    mesh = next(grad for grad in grads if is_ragged(grad))._spec.mesh
-    dist.all_reduce(found_inf, dist.ReduceOp.MAX, mesh.get_group())
+# --- random fills, new tensors ------------------------------------------------------------------------------
 
 
 def run_random(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> Any:
@@ -152,22 +113,26 @@ def run_random(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     others = pytree.tree_leaves((args[1:], kwargs))
     if not is_ragged(value) or any(map(is_ragged, others)) or not (fills or func in _RANDOM_LIKE):
         return run_whole(func, args, kwargs, make)
+    spec = value._spec
+    if fills:
+        spec.require_finished(func)
     drawn = func(value._local_tensor.new_empty(value.shape), *args[1:], **kwargs)
-    part = drawn[placement_of(value).row_range(value.device_mesh.get_local_rank())]
+    part = part_of(drawn, spec)
     if not fills:
-        return make(part.clone(), spec_like(value, part.dtype))
+        return make(part.clone(), spec.finished.like(part.dtype))
     value._local_tensor.copy_(part)
+    increment_version(value._local_tensor)
     return value
 
 
 def run_new(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> Any:
-    """A new tensor of the dtype and device of a ragged one: ragged if of its shape, else replicated."""
+    """A new tensor of the dtype and device of a ragged one: placed alike if of its shape, else replicated."""
     value, size, *rest = args
     local = value._local_tensor
     if tuple(size) == tuple(value.shape):
         made = func(local, list(local.shape), *rest, **kwargs)
-        return make(made, spec_like(value, made.dtype))
-    return _replicated(func(local, size, *rest, **kwargs), value)
+        return make(made, value._spec.finished.like(made.dtype))
+    return replicated(func(local, size, *rest, **kwargs), value)
 
 
 # --- everything else ----------------------------------------------------------------------------------------
@@ -182,16 +147,14 @@ def run_whole(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
             "rows) or on full_tensor() (a copy of all rows), and write back with copy_"
         )
     gathered = pytree.tree_map_only(
-        DTensor, lambda value: _replicated(whole(value), value) if is_ragged(value) else value, (args, kwargs)
+        DTensor, lambda value: replicated(whole(value), value) if is_ragged(value) else value, (args, kwargs)
     )
     return func(*gathered[0], **gathered[1])
 
 
-def _replicated(full: torch.Tensor, like: DTensor) -> DTensor:
+def replicated(full: torch.Tensor, like: DTensor) -> DTensor:
+    """A plain DTensor on the mesh of ``like`` of which every rank holds all."""
+    mesh = like._spec.mesh
     meta = TensorMeta(full.shape, full.stride(), full.dtype)
-    return _dtensor(full, DTensorSpec(like._spec.mesh, (Replicate(),), tensor_meta=meta))
-
-
-def _dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    # The constructor, which from_local calls: neither autograd nor a check of the shape is wanted here.
-    return DTensor(local, spec, requires_grad=False)
+    # The constructor: from_local would record a gradient, and move what lies in host memory to the mesh's device.
+    return DTensor(full, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta), requires_grad=False)

@@ -9,15 +9,16 @@ live object.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from fsdp_fn.layout import Layout, local_offset, owned_range
-from fsdp_fn.placement import Placement, Replicate, Sharded
+from fsdp_fn.layout import Layout
+from fsdp_fn.placement import Placement, Sharded, Strategy, gradient_placements, parameter_placements
 from fsdp_fn.planes import PlaneKind
 from fsdp_fn.policy import PrecisionPolicy
 
@@ -34,18 +35,23 @@ class Axis:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Flat tensors of a unit, one per held segment of its layout, as placed along one axis.
+    """Flat tensors of a unit, one per held segment of its layout, as placed along each axis (outermost first).
 
-    ``segments[k]`` belongs to ``layout.segments[held[k]]``. Its shape is ``(shard_size,)`` where the
-    placement is ``Sharded`` (this rank's shard) and ``(shard_size * shard_count,)`` where it is
-    ``Replicate``.
+    ``segments[k]`` belongs to ``layout.segments[held[k]]`` and holds the range of its flat whole that
+    ``placements`` give to this rank: all ``size`` elements where no axis is ``Sharded``, else one piece of as many as
+    the sharded axes have ranks together (``shard_size`` elements where these are the layout's ``shard_count``).
     """
 
     segments: tuple[torch.Tensor, ...]
     layout: Layout
-    placement: Placement
-    axis: Axis
+    placements: tuple[Placement, ...]
+    axes: tuple[Axis, ...]
     held: tuple[int, ...]
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """(index, count): each flat tensor is piece ``index`` of the ``count`` equal pieces of its segment."""
+        return piece_of(self.placements, self.axes)
 
     def segment(self, index: int) -> torch.Tensor:
         """The flat tensor of ``layout.segments[index]``; KeyError where this buffer does not hold it."""
@@ -55,48 +61,76 @@ class Buffer:
 
     def tensor(self, index: int) -> torch.Tensor:
         """The whole of tensor ``index``, a view; ValueError where this rank holds only a part of it."""
-        if not isinstance(self.placement, Replicate) and self.axis.size > 1:
+        _, count = self.piece
+        if count > 1:
             raise ValueError(
-                f"tensor {self.layout.tensors[index].name!r} is {self.placement} over "
-                f"{self.axis.size} ranks: gather it first, or take owned(i) for the part held here"
+                f"tensor {self.layout.tensors[index].name!r} is in {count} pieces, placed "
+                f"{', '.join(map(str, self.placements))}: gather it first, or take owned(i) for the part held here"
             )
         segment, offset = self.layout.location(index)
         spec = self.layout.tensors[index]
         return self.segment(segment)[offset : offset + spec.numel].view(spec.shape)
 
+    def owned_elements(self, index: int) -> range:
+        """The elements of tensor ``index``, flattened, that are held here: whole rows, perhaps none."""
+        segment, offset = self.layout.location(index)
+        piece, count = self.piece
+        size, numel = self.layout.segments[segment].size // count, self.layout.tensors[index].numel
+        first = min(max(piece * size - offset, 0), numel)
+        return range(first, min(max((piece + 1) * size - offset, 0), numel))
+
     def owned(self, index: int) -> torch.Tensor:
-        """The part of tensor ``index`` that belongs to this rank, a view: whole rows, perhaps none.
+        """The part of tensor ``index`` that is held here, a view: whole rows, perhaps none.
 
         Shape ``(rows, *shape[1:])`` for whole-row granularities; a 0-dim tensor gives ``()`` or ``(0,)``.
         """
         spec = self.layout.tensors[index]
-        segment, _ = self.layout.location(index)
-        elements = owned_range(self.layout, index, self.axis.rank)
-        start = local_offset(self.layout, index, self.axis.rank)
-        if isinstance(self.placement, Replicate):
-            start += self.axis.rank * self.layout.segments[segment].shard_size
+        segment, offset = self.layout.location(index)
+        piece, count = self.piece
+        elements = self.owned_elements(index)
+        start = offset + elements.start - piece * (self.layout.segments[segment].size // count) if elements else 0
         flat = self.segment(segment)[start : start + len(elements)]
         if not spec.shape:
             return flat.view(()) if len(elements) else flat
-        # As row_bounds has it: the rows of a tensor without elements are all the first rank's.
-        empty_rows = spec.rows if self.axis.rank == 0 else 0
+        # As row_bounds has it: the rows of a tensor without elements are all the first piece's.
+        empty_rows = spec.rows if piece == 0 else 0
         rows = len(elements) // spec.row_width if spec.row_width else empty_rows
         return flat.view(rows, *spec.shape[1:])
+
+
+def piece_of(placements: Sequence[Placement], axes: Sequence[Axis]) -> tuple[int, int]:
+    """(index, count): which of how many equal pieces of a flat whole this rank holds. Inner axes cut first."""
+    index, count = 0, 1
+    for placement, axis in reversed(list(zip(placements, axes, strict=True))):
+        if isinstance(placement, Sharded):
+            index, count = index * axis.size + axis.rank, count * axis.size
+    return index, count
 
 
 @dataclass(frozen=True)
 class UnitState:
     """Sharded state of one unit.
 
-    ``main``: the optimizer's copy of the weights, sharded. A dense weight's one plane is its main weight,
-    cast to the compute dtype while it is put into its slot of the gathered buffer, so nothing is stored for
-    it twice. ``gradient``: as left by the last reduction, or None. ``version`` counts changes of the weights.
+    ``main``: the optimizer's copy of the weights. ``planes``: the weights that compute reads, at rest, where these are
+    placed otherwise than the main weights (see :func:`needs_planes`), by kind; None where they are to be made from the
+    main weights (``refresh_planes``). Elsewhere a dense weight's one plane is its main weight, cast to the compute
+    dtype while it is put into its slot of the gathered buffer, so nothing is stored for it twice.
+
+    ``strategy``: placements of each axis of ``main.axes``. ``grad_divisor``: what the mean over ranks is divided by
+    besides. ``gradient``: as left by the last reduction, or None. ``carrier``: leaves that receive gradients as they
+    are between microbatches, where these are placed or typed otherwise than the main weights. ``device``: where the
+    weights are gathered; None for where the main weights are. ``version`` counts changes of the weights.
     """
 
     name: str
     main: Buffer
     precision: PrecisionPolicy
+    strategy: Strategy
+    grad_divisor: float = 1.0
+    planes: dict[PlaneKind, Buffer] | None = None
     gradient: Buffer | None = None
+    carrier: Buffer | None = None
+    device: torch.device | None = None
     version: int = 0
 
     @property
@@ -104,13 +138,44 @@ class UnitState:
         return self.main.layout
 
     @property
-    def axis(self) -> Axis:
-        return self.main.axis
+    def axes(self) -> tuple[Axis, ...]:
+        """The data-parallel axes, outermost first."""
+        return self.main.axes
 
     @property
     def kinds(self) -> tuple[PlaneKind, ...]:
         """Plane kinds that this unit stores."""
         return (PlaneKind.DENSE,)
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where the weights are gathered and gradients come from."""
+        if self.device is not None or not self.main.segments:
+            return self.device or torch.device("cpu")
+        return self.main.segments[0].device
+
+    @property
+    def home_device(self) -> torch.device:
+        """Where main weights and gradients are at rest: the host, where they are offloaded."""
+        return self.main.segments[0].device if self.main.segments else self.compute_device
+
+    @property
+    def divisor(self) -> float:
+        """What the sum of gradients over all axes is divided by."""
+        return self.grad_divisor * math.prod([axis.size for axis in self.axes])  # a list: torch.compile follows it
+
+    def main_dtypes(self, held: Sequence[int]) -> list[torch.dtype]:
+        """Dtypes of the main weights and finished gradients of the given segments."""
+        return [self.precision.main(self.layout.segments[index].dtype) for index in held]
+
+    def compute_dtypes(self) -> list[torch.dtype]:
+        """Dtypes of the gathered weights of all held segments."""
+        return [self.precision.compute(self.layout.segments[index].dtype) for index in self.main.held]
+
+
+def needs_planes(unit: UnitState) -> bool:
+    """Whether the weights at rest are placed otherwise than the main weights, so that they are kept beside them."""
+    return parameter_placements(unit.strategy) != unit.main.placements
 
 
 @dataclass(frozen=True)
@@ -150,15 +215,32 @@ def trainable_tensors(layout: Layout) -> tuple[int, ...]:
 
 
 def zeros_like_main(unit: UnitState) -> Buffer:
-    """A sharded buffer of zeros for the trainable segments, in the main weights' dtype."""
+    """A buffer of zeros for the trainable segments, placed and typed as the main weights."""
     held = trainable_segments(unit.layout)
-    return Buffer(
-        tuple(torch.zeros_like(unit.main.segment(index)) for index in held),
-        unit.layout,
-        Sharded(unit.layout.granularity),
-        unit.axis,
-        held,
+    flats = tuple(torch.zeros_like(unit.main.segment(index)) for index in held)
+    return dataclasses.replace(unit.main, segments=flats, held=held)
+
+
+def accumulates_apart(unit: UnitState) -> bool:
+    """Whether gradients between microbatches are placed or typed otherwise than finished ones."""
+    held = trainable_segments(unit.layout)
+    return gradient_placements(unit.strategy) != unit.main.placements or [
+        unit.precision.accumulate(unit.layout.segments[index].dtype) for index in held
+    ] != unit.main_dtypes(held)
+
+
+def accumulation_buffer(unit: UnitState, make: Callable[[int, torch.dtype], torch.Tensor]) -> Buffer:
+    """A buffer for gradients between microbatches: ``make(numel, dtype)`` for each trainable segment."""
+    held, placements = trainable_segments(unit.layout), gradient_placements(unit.strategy)
+    _, count = piece_of(placements, unit.axes)
+    flats = tuple(
+        make(
+            unit.layout.segments[index].size // count,
+            unit.precision.accumulate(unit.layout.segments[index].dtype),
+        )
+        for index in held
     )
+    return Buffer(flats, unit.layout, placements, unit.axes, held)
 
 
 def register_state(cls: type[Any], children: tuple[str, ...]) -> None:
@@ -191,6 +273,6 @@ def register_state(cls: type[Any], children: tuple[str, ...]) -> None:
 
 
 register_state(Buffer, ("segments",))
-register_state(UnitState, ("main", "gradient"))
+register_state(UnitState, ("main", "planes", "gradient", "carrier"))
 register_state(ModelState, ("units", "buffers"))
 register_state(Gathered, ("planes",))

@@ -19,8 +19,19 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fsdp_fn.binding import BOUND, BufferSlot, UnitTemplate
 from fsdp_fn.collectives import gather_planes, reduce_scatter
+from fsdp_fn.containers import cast_floating
+from fsdp_fn.placement import parameter_placements
 from fsdp_fn.planes import Phase, PlaneKind
-from fsdp_fn.state import Gathered, ModelState, UnitState, trainable_tensors
+from fsdp_fn.state import (
+    Buffer,
+    Gathered,
+    ModelState,
+    UnitState,
+    accumulates_apart,
+    needs_planes,
+    trainable_segments,
+    trainable_tensors,
+)
 from fsdp_fn.units import copy_buffers
 
 
@@ -32,38 +43,65 @@ def _recompute_gathers(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
 _context = functools.partial(create_selective_checkpoint_contexts, _recompute_gathers)
 
 
-def gather_function(unit: UnitState) -> type[torch.autograd.Function]:
-    """A function of the unit's shards that gives its full weights; its backward reduces their gradients.
+GatherFunctions = dict[tuple[bool, bool], type[torch.autograd.Function]]
 
-    ``unit`` gives everything but the tensors. Made once per unit, so that a trace sees the static parts as constants.
+
+def gather_functions(unit: UnitState) -> GatherFunctions:
+    """A function of the unit's tensors that gives its full weights, for each form that its state may have.
+
+    By (whether the state has carriers, whether it has planes). Made once per unit, so that a trace sees the static
+    parts as constants.
+    """
+    carried = (False, True) if accumulates_apart(unit) else (False,)
+    planed = (True,) if needs_planes(unit) else (False,)
+    return {(c, p): _gather_function(unit, c, p) for c in carried for p in planed}
+
+
+def _gather_function(unit: UnitState, carried: bool, planed: bool) -> type[torch.autograd.Function]:
+    """A function of main weights, carriers and planes; its backward reduces gradients and gives them to the leaves.
+
+    ``unit`` gives everything but the tensors.
     """
     frozen = [index for index, spec in enumerate(unit.layout.tensors) if not spec.requires_grad]
-    trainable = trainable_tensors(unit.layout)
-    count = len(unit.main.segments)
+    trainable, held = trainable_tensors(unit.layout), trainable_segments(unit.layout)
+    mains, carriers = len(unit.main.segments), len(held) if carried else 0
+    placements = parameter_placements(unit.strategy)
     tensors = unit.layout.tensors
     smallest = min(range(len(trainable)), key=lambda at: tensors[trainable[at]].numel, default=0)
     dtype = unit.precision.compute(tensors[trainable[smallest]].dtype) if trainable else torch.float32
     blank = dataclasses.replace(unit, main=dataclasses.replace(unit.main, segments=()))
 
+    def state_of(given: Sequence[torch.Tensor]) -> UnitState:
+        main = dataclasses.replace(blank.main, segments=tuple(given[:mains]))
+        planes = None
+        if planed:
+            plane = tuple(given[mains + carriers : 2 * mains + carriers])
+            planes = {PlaneKind.DENSE: Buffer(plane, unit.layout, placements, unit.axes, unit.main.held)}
+        return dataclasses.replace(blank, main=main, planes=planes)
+
     class GatherWeights(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            state = dataclasses.replace(blank, main=dataclasses.replace(blank.main, segments=shards))
+        def forward(ctx: Any, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            state = state_of(given)
             gathered = gather_planes(state, Phase.FORWARD)
             weights = tuple(gathered.weight(index) for index in range(len(state.layout.tensors)))
             ctx.mark_non_differentiable(*(weights[index] for index in frozen))
-            ctx.save_for_backward(*shards, *_firsts(gathered, dtype))
+            ctx.save_for_backward(*given, *_firsts(gathered, dtype))
             return weights
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            shards, firsts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-            state = dataclasses.replace(blank, main=dataclasses.replace(blank.main, segments=shards))
+            count = mains + carriers + (mains if planed else 0)
+            given, firsts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
             wanted = [grads[index] for index in trainable]
             if wanted:
                 wanted[smallest] = _after(wanted[smallest], firsts)
-            reduced = reduce_scatter(wanted, state)
-            return tuple(reduced.segment(i) if i in reduced.held else None for i in state.main.held)
+            reduced = reduce_scatter(wanted, state_of(given), last_microbatch=not carried)
+            none = (None,) * mains
+            for_planes = none if planed else ()
+            if carried:
+                return (*none, *reduced.segments, *for_planes)
+            return (*(reduced.segment(i) if i in reduced.held else None for i in unit.main.held), *for_planes)
 
     return GatherWeights
 
@@ -95,18 +133,22 @@ class TracedUnit:
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module's forward with the full weights in place."""
-        shards = self.state.main.segments
-        if not shards:
-            return forward(*args, **kwargs)
-        gather = self.template.gather_function.apply
-        weights = checkpoint(gather, *shards, use_reentrant=False, context_fn=_context)
+        state, precision = self.state, self.state.precision
+        args, kwargs = cast_floating((args, kwargs), precision.input_dtype)
+        if not state.main.segments:
+            return cast_floating(forward(*args, **kwargs), precision.output_dtype)
+        gather = self.template.gather_functions[state.carrier is not None, state.planes is not None].apply
+        carriers = () if state.carrier is None else state.carrier.segments
+        planes = () if state.planes is None else state.planes[PlaneKind.DENSE].segments
+        given = (*state.main.segments, *carriers, *planes)
+        weights = checkpoint(gather, *given, use_reentrant=False, context_fn=_context)
         owned = self.template.owned
         for parameters, name, index in owned.slots:
             parameters[name] = weights[index]
         output = forward(*args, **kwargs)
         for parameters, name, index in owned.slots:
             parameters[name] = owned.parameters[index]
-        return output
+        return cast_floating(output, precision.output_dtype)
 
 
 def apply_traced(

@@ -6,6 +6,7 @@ names is stored once. Nothing here changes a module. What cannot be sharded is r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,19 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_fn.bracket import Slot
 from fsdp_fn.escapes import references
-from fsdp_fn.groups import axis_of, mesh_device, raise_together
-from fsdp_fn.layout import Granularity, Layout, TensorSpec, local_offset, owned_range, plan_layout
-from fsdp_fn.placement import Placements, Sharded, sharded_granularity, zero3
+from fsdp_fn.groups import axes_of, mesh_device, raise_together, strategy_on
+from fsdp_fn.layout import Layout, TensorSpec, plan_layout
+from fsdp_fn.placement import (
+    Placements,
+    Sharded,
+    Strategy,
+    checked_strategy,
+    granularity_of,
+    optimizer_placements,
+)
 from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
-from fsdp_fn.state import Axis, Buffer, UnitState
+from fsdp_fn.state import Axis, Buffer, UnitState, piece_of
+from fsdp_fn.tensor_parallel import local_part, tensor_parallel_of
 
 
 @dataclass(frozen=True)
@@ -73,24 +82,36 @@ def _walk(
 
 
 def device_type_of(module: object) -> str:
-    """Device type of the first parameter that holds values, "cpu" without one; TypeError for what is no module."""
+    """Device type of the first parameter that holds values, "cpu" without one; TypeError for what is no module.
+
+    A DTensor's is its mesh's: its own part may be offloaded.
+    """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected an nn.Module, got {type(module).__name__}")
-    first = next((parameter for parameter in module.parameters() if not parameter.is_meta), None)
+    first: torch.Tensor | None = next((parameter for parameter in module.parameters() if not parameter.is_meta), None)
+    if isinstance(first, DTensor):
+        return str(first.device_mesh.device_type)
     return "cpu" if first is None else first.device.type
 
 
-def check_parameters(owned: OwnedParameters, unit: str, device_type: str) -> None:
-    """Raise ValueError or TypeError, naming the parameter, for one that cannot be sharded."""
+def check_parameters(
+    owned: OwnedParameters, unit: str, device_type: str, data_parallel: Sequence[str | None] | None = None
+) -> None:
+    """Raise ValueError or TypeError, naming the parameter, for one that cannot be sharded.
+
+    ``data_parallel``: the axes to shard over, where DTensors of other axes are served; None where they are not.
+    """
     for name, parameter in zip(owned.names, owned.parameters, strict=True):
         label = f"parameter {name!r} of unit {unit!r}"
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{label} is not initialised: run a lazy module once before sharding it")
         if isinstance(parameter, DTensor):
-            raise ValueError(f"{label} is a DTensor already; expected a plain parameter that no other unit shards")
-        if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
+            if data_parallel is None or type(parameter.data) is not DTensor:
+                raise ValueError(f"{label} is a DTensor already; expected a plain parameter that no other unit shards")
+            tensor_parallel_of(parameter, label, data_parallel)
+        elif type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
             raise TypeError(f"{label}: expected a dense torch.Tensor, got {type(parameter.data).__name__}")
-        if type(parameter) is not nn.Parameter:
+        elif type(parameter) is not nn.Parameter:
             raise TypeError(
                 f"{label}: expected a torch.nn.Parameter, got its subclass {type(parameter).__name__}, whose class "
                 "sharding would drop"
@@ -105,17 +126,67 @@ def check_parameters(owned: OwnedParameters, unit: str, device_type: str) -> Non
             raise ValueError(f"{label} has a gradient, which sharding would drop: call zero_grad() first")
 
 
-def checked_policies(
-    precision: PrecisionPolicy | None, policy: SchedulePolicy | None
-) -> tuple[PrecisionPolicy, SchedulePolicy]:
-    """Both policies, the default where None is given; TypeError, naming the argument, for anything else."""
+@dataclass(frozen=True)
+class Setting:
+    """How one unit is sharded: a strategy on the axes of a mesh, policies, and where it computes.
+
+    ``mesh``: the part of the mesh that the strategy's axes span.
+    """
+
+    strategy: Strategy
+    axes: tuple[Axis, ...]
+    mesh: DeviceMesh
+    precision: PrecisionPolicy
+    policy: SchedulePolicy
+    grad_divisor: float
+    device: torch.device
+
+    def describe(self) -> str:
+        """What ranks must have in common."""
+        sizes = {axis.name: axis.size for axis in self.axes}
+        return f"{sizes}; {self.strategy}; {self.precision}; {self.policy}; grad_divisor {self.grad_divisor}"
+
+
+def setting_of(
+    mesh: DeviceMesh,
+    placements: Placements | Sequence[Placements] | None,
+    precision: PrecisionPolicy | None,
+    policy: SchedulePolicy | None,
+    grad_divisor: float,
+) -> Setting:
+    """Defaults filled in and everything checked; TypeError or ValueError, naming what does not fit."""
     precision = PrecisionPolicy() if precision is None else precision
     policy = SchedulePolicy() if policy is None else policy
     if not isinstance(precision, PrecisionPolicy):
         raise TypeError(f"precision: expected a PrecisionPolicy, got {precision!r}")
     if not isinstance(policy, SchedulePolicy):
         raise TypeError(f"policy: expected a SchedulePolicy, got {policy!r}")
-    return precision, policy
+    if isinstance(grad_divisor, bool) or not isinstance(grad_divisor, int | float):
+        raise TypeError(f"grad_divisor: expected a number, got {grad_divisor!r}")
+    if not (grad_divisor > 0 and math.isfinite(grad_divisor)):
+        raise ValueError(f"grad_divisor: gradients are divided by it; expected a number above 0, got {grad_divisor}")
+    strategy, axes, part = strategy_on(mesh, checked_strategy(placements))
+    _check_group_kept(policy.reshard_after_forward, strategy, axes)
+    device = mesh_device(mesh)
+    if policy.offload and device.type == "cpu":
+        raise ValueError("SchedulePolicy.offload: the mesh is on the host already, so there is nowhere to offload to")
+    return Setting(strategy, axes, part, precision, policy, float(grad_divisor), device)
+
+
+def _check_group_kept(size: bool | int, strategy: Strategy, axes: tuple[Axis, ...]) -> None:
+    if isinstance(size, bool):
+        return
+    cut = [axis for placements, axis in zip(strategy, axes, strict=True) if isinstance(placements.parameter, Sharded)]
+    if not cut:
+        raise ValueError(
+            f"SchedulePolicy.reshard_after_forward={size}: the strategy shards parameters over no axis of several "
+            "ranks, so there is no smaller group to keep them in"
+        )
+    if cut[-1].size % size:
+        raise ValueError(
+            f"SchedulePolicy.reshard_after_forward={size}: expected a divisor of the {cut[-1].size} ranks of axis "
+            f"{cut[-1].name!r}"
+        )
 
 
 def check_references(owned: OwnedParameters, module: nn.Module, unit: str) -> None:
@@ -130,40 +201,43 @@ def check_references(owned: OwnedParameters, module: nn.Module, unit: str) -> No
 
 
 def unit_layout(
-    owned: OwnedParameters, shard_count: int, granularity: Granularity, precision: PrecisionPolicy
+    owned: OwnedParameters, setting: Setting, group_of: Callable[[str, nn.Parameter], str] | None = None
 ) -> Layout:
-    """Layout of a unit's parameters over ``shard_count`` ranks."""
-    specs = [
-        TensorSpec(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-        for name, parameter in zip(owned.names, owned.parameters, strict=True)
-    ]
+    """Layout of a unit's parameters over the ranks that its optimizer state is sharded over.
+
+    ``group_of(name, parameter)``: tensors of different groups share no segment.
+    """
+    precision = setting.precision
+    specs = []
+    for name, parameter in zip(owned.names, owned.parameters, strict=True):
+        group = "" if group_of is None else group_of(name, parameter)
+        if not isinstance(group, str):
+            raise TypeError(f"group_of({name!r}, …): expected a name, got {group!r}")
+        shape = tuple(local_part(parameter).shape)
+        specs.append(TensorSpec(name, shape, parameter.dtype, parameter.requires_grad, group=group))
     sizes = [dtype.itemsize for s in specs for dtype in (precision.main(s.dtype), precision.compute(s.dtype))]
-    return plan_layout(tuple(specs), shard_count, granularity=granularity, itemsize=min(sizes, default=1))
+    _, count = piece_of(optimizer_placements(setting.strategy), setting.axes)
+    granularity = granularity_of(setting.strategy)
+    return plan_layout(tuple(specs), count, granularity=granularity, itemsize=min(sizes, default=1))
 
 
-def shard_unit(
-    name: str,
-    parameters: Sequence[torch.Tensor],
-    layout: Layout,
-    axis: Axis,
-    precision: PrecisionPolicy,
-    device: torch.device,
-) -> UnitState:
+def shard_unit(name: str, parameters: Sequence[torch.Tensor], layout: Layout, setting: Setting) -> UnitState:
     """This rank's main weights, copied out of the full ``parameters`` and cast to their main dtype."""
-    held = tuple(range(len(layout.segments)))
-    flats = []
+    precision, offload = setting.precision, setting.policy.offload
+    place = torch.device("cpu") if offload else setting.device
     with torch.inference_mode(False), torch.no_grad():
-        for segment in layout.segments:
-            flat = torch.zeros(segment.shard_size, dtype=precision.main(segment.dtype), device=device)
-            for index in segment.tensors:
-                elements = owned_range(layout, index, axis.rank)
-                if len(elements):
-                    start = local_offset(layout, index, axis.rank)
-                    whole = parameters[index].detach().reshape(-1)
-                    flat[start : start + len(elements)].copy_(whole[elements.start : elements.stop])
-            flats.append(flat)
-    main = Buffer(tuple(flats), layout, Sharded(layout.granularity), axis, held)
-    return UnitState(name, main, precision)
+        flats = tuple(
+            torch.zeros(segment.shard_size, dtype=precision.main(segment.dtype), device=place, pin_memory=offload)
+            for segment in layout.segments
+        )
+        held = tuple(range(len(layout.segments)))
+        main = Buffer(flats, layout, optimizer_placements(setting.strategy), setting.axes, held)
+        for index, parameter in enumerate(parameters):
+            elements = main.owned_elements(index)
+            if elements:
+                part = local_part(parameter.detach()).reshape(-1)[elements.start : elements.stop]
+                main.owned(index).view(-1).copy_(part)
+    return UnitState(name, main, precision, setting.strategy, setting.grad_divisor, device=setting.device)
 
 
 def shard_tensors(
@@ -172,16 +246,18 @@ def shard_tensors(
     mesh: DeviceMesh,
     *,
     frozen: Sequence[str] = (),
-    placements: Placements | None = None,
+    placements: Placements | Sequence[Placements] | None = None,
     precision: PrecisionPolicy | None = None,
+    grad_divisor: float = 1.0,
 ) -> UnitState:
     """A unit made from plain full tensors by name, for those who write schedules from the primitives.
 
-    Each rank keeps its part of its own values; all ranks of ``mesh`` (one dimension) must call, with the same names,
-    shapes and dtypes. ``frozen``: names that get no gradient. ``placements``: default ``zero3()``. Raises ValueError
-    or TypeError on the rank at fault, :class:`~fsdp_fn.groups.RankFault` on the others.
+    Each rank keeps its part of its own values; all ranks of ``mesh`` must call, with the same names, shapes and
+    dtypes. ``frozen``: names that get no gradient. ``placements``: default ``zero3()``, for a mesh of one dimension.
+    ``grad_divisor``: what the mean of gradients over ranks is divided by besides. Raises ValueError or TypeError on
+    the rank at fault, :class:`~fsdp_fn.groups.RankFault` on the others.
     """
-    axis, device = axis_of(mesh), mesh_device(mesh)
+    axes, device = axes_of(mesh), mesh_device(mesh)
     made: UnitState | None = None
     fault: Exception | None = None
     agreed = ""
@@ -192,14 +268,13 @@ def shard_tensors(
         parameters = tuple(nn.Parameter(t.detach(), requires_grad=k not in frozen) for k, t in tensors.items())
         owned = OwnedParameters((), tuple(tensors), parameters, (), ())
         check_parameters(owned, name, mesh.device_type)
-        precision = PrecisionPolicy() if precision is None else precision
-        granularity = sharded_granularity(zero3() if placements is None else placements)
-        layout = unit_layout(owned, axis.size, granularity, precision)
-        agreed = f"{name}: {describe_layout(layout)}; {precision}; {granularity}"
-        made = shard_unit(name, parameters, layout, axis, precision, device)
+        setting = setting_of(mesh, placements, precision, None, grad_divisor)
+        layout = unit_layout(owned, setting)
+        agreed = f"{name}: {describe_layout(layout)}; {setting.describe()}"
+        made = shard_unit(name, parameters, layout, setting)
     except Exception as error:
         fault = error
-    raise_together(fault, axis, device, agreed, f"shard_tensors({name!r})")
+    raise_together(fault, axes, device, agreed, f"shard_tensors({name!r})")
     assert made is not None
     return made
 
@@ -207,10 +282,14 @@ def shard_tensors(
 def describe_layout(layout: Layout) -> str:
     """What ranks must have in common before they shard: names, shapes, dtypes, gradients."""
     parts = [
-        f"{spec.name} {list(spec.shape)} {spec.dtype}{'' if spec.requires_grad else ' frozen'}"
+        f"{spec.name} {list(spec.shape)} {spec.dtype}{'' if spec.requires_grad else ' frozen'}{_of_group(spec.group)}"
         for spec in layout.tensors
     ]
     return "; ".join(parts)
+
+
+def _of_group(group: str) -> str:
+    return f" of group {group!r}" if group else ""
 
 
 def copy_buffers(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

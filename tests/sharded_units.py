@@ -10,11 +10,20 @@ from hypothesis import strategies as st
 
 from fsdp_fn.collectives import gather_planes, reduce_scatter
 from fsdp_fn.groups import axis_of, default_mesh
-from fsdp_fn.layout import Flat, Granularity, TensorSpec, plan_layout
+from fsdp_fn.layout import Granularity, TensorSpec, plan_layout
+from fsdp_fn.placement import (
+    Placements,
+    Strategy,
+    checked_strategy,
+    granularity_of,
+    optimizer_placements,
+    without_axes_of_one,
+    zero3,
+)
 from fsdp_fn.planes import Phase
-from fsdp_fn.policy import PrecisionPolicy
-from fsdp_fn.state import Axis, Buffer, Gathered, UnitState
-from fsdp_fn.units import shard_unit
+from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
+from fsdp_fn.state import Axis, Buffer, Gathered, UnitState, piece_of
+from fsdp_fn.units import Setting, shard_unit
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NEVER_TRAINED = (torch.int64, torch.uint8, torch.bool, torch.int16, torch.float8_e4m3fn)
@@ -62,20 +71,37 @@ def local_axis(size: int, rank: int, group: str = "none") -> Axis:
 
 def make_unit(
     tensors: Mapping[str, torch.Tensor],
-    axis: Axis,
+    axis: Axis | Sequence[Axis],
     *,
     frozen: Collection[str] = (),
     precision: PrecisionPolicy = PrecisionPolicy(),  # noqa: B008  (frozen)
-    granularity: Granularity = Flat(),  # noqa: B008  (frozen)
+    strategy: Placements | Strategy | None = None,
+    granularity: Granularity | None = None,
+    grad_divisor: float = 1.0,
     name: str = "block",
 ) -> UnitState:
-    """One rank's state of a unit of `tensors`, not trained where `frozen` or of a dtype without gradients."""
+    """One rank's state of a unit of `tensors`, not trained where `frozen` or of a dtype without gradients.
+
+    `strategy`: default `zero3(granularity)` over the one axis.
+    """
+    axes = (axis,) if isinstance(axis, Axis) else tuple(axis)
+    chosen = checked_strategy(zero3(granularity) if strategy is None else strategy)
+    setting = Setting(
+        without_axes_of_one(chosen, [axis.size for axis in axes]),
+        axes,
+        None,  # type: ignore[arg-type]  (no face, no mesh)
+        precision,
+        SchedulePolicy(),
+        grad_divisor,
+        torch.device("cpu"),
+    )
     specs = [
         TensorSpec(key, tuple(value.shape), value.dtype, value.dtype not in NEVER_TRAINED and key not in frozen)
         for key, value in tensors.items()
     ]
-    layout = plan_layout(specs, axis.size, granularity=granularity)
-    return shard_unit(name, list(tensors.values()), layout, axis, precision, torch.device("cpu"))
+    _, count = piece_of(optimizer_placements(setting.strategy), axes)
+    layout = plan_layout(specs, count, granularity=granularity_of(setting.strategy))
+    return shard_unit(name, list(tensors.values()), layout, setting)
 
 
 # --- on ranks that have a process group --------------------------------------------------------------------

@@ -91,11 +91,19 @@ def unknown_units() -> None:
 
 def unknown_options() -> None:
     model = build(Chain)
-    sharded = fsdp_fn.Sharded()
     refuse(model, TypeError, "placements.*zero3", placements="zero2")
-    for kind in ("parameter", "gradient", "optimizer"):
-        others = dict.fromkeys(("parameter", "gradient", "optimizer"), sharded) | {kind: fsdp_fn.Replicate()}
-        refuse(model, ValueError, rf"{kind}=Replicate\(\)", placements=fsdp_fn.Placements(**others))
+    refuse(model, ValueError, r"no axis 'rack', only \['data'\]", placements=fsdp_fn.zero1("rack"))
+    refuse(model, ValueError, "axis 'data' is used twice", placements=[fsdp_fn.ddp("data"), fsdp_fn.zero3(axis="data")])
+    for divisor, error in ((0.0, ValueError), (-1, ValueError), (float("inf"), ValueError), (True, TypeError)):
+        refuse(model, error, f"grad_divisor: .*expected a number.*got {divisor}", grad_divisor=divisor)
+    refuse(model, TypeError, r"group_of\('first\.norm\.weight', …\): expected a name, got 3", group_of=lambda *_: 3)
+    for kept, placements, match in (
+        (3, None, "reshard_after_forward=3: expected a divisor of the 2 ranks of axis 'data'"),
+        (2, fsdp_fn.zero2(), "reshard_after_forward=2: the strategy shards parameters over no axis"),
+    ):
+        policy = fsdp_fn.SchedulePolicy(reshard_after_forward=kept)
+        refuse(model, ValueError, match, placements=placements, policy=policy)
+    refuse(model, ValueError, "offload: the mesh is on the host already", policy=fsdp_fn.SchedulePolicy(offload=True))
     refuse(model, TypeError, "precision: expected a PrecisionPolicy, got 'bf16'", precision="bf16")
     refuse(model, TypeError, "policy: expected a SchedulePolicy, got 'free'", policy="free")
 
@@ -129,7 +137,12 @@ def device_that_does_not_fit() -> None:
 
 def mesh_of_two_dimensions() -> None:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("outer", "inner"))
-    refuse(build(Chain), ValueError, r"one dimension, got 2 of sizes \(1, 2\)", mesh)
+    refuse(build(Chain), ValueError, r"one dimension, got 2 of sizes \(1, 2\); name the axis to shard over", mesh)
+    for placements, match in (
+        (fsdp_fn.hsdp("rack", "inner"), r"no axis 'rack', only \['outer', 'inner'\]"),
+        (fsdp_fn.hsdp("inner", "outer"), r"axes in the mesh's order.*got \['inner', 'outer'\]"),
+    ):
+        refuse(build(Chain), ValueError, match, mesh, placements=placements)
     refuse(build(Chain), TypeError, "expected a DeviceMesh, got str", "cpu")
 
 
@@ -242,6 +255,8 @@ ODD_RANKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "dtype": (lambda: build(Chain).bfloat16(), {}),
     "precision": (Chain, {"precision": fsdp_fn.PrecisionPolicy(compute_dtype=torch.bfloat16)}),
     "granularity": (Chain, {"placements": fsdp_fn.zero3(fsdp_fn.TensorAtomic())}),
+    "strategy": (Chain, {"placements": fsdp_fn.zero2()}),
+    "grad_divisor": (Chain, {"grad_divisor": 2.0}),
     "policy": (Chain, {"policy": fsdp_fn.SchedulePolicy(release=fsdp_fn.Release.POISON)}),
     "fault": (Chain, {"placements": "none of ours"}),
 }

@@ -45,11 +45,19 @@ def state_of_another_template() -> None:
         "another shape": (sharded(OtherHead), r"unit ''.*head\.weight \[7, 3\].*template head\.weight \[3, 7\]"),
         "another granularity": (
             sharded(Chain, placements=fsdp_fn.zero3(fsdp_fn.TensorAtomic())),
-            r"unit 'first'.*by TensorAtomic\(\).*by Flat\(\)",
+            r"unit 'first'.*strategy: expected.*Flat\(\).*the template's; got.*TensorAtomic\(\)",
+        ),
+        "another strategy": (
+            sharded(Chain, placements=fsdp_fn.zero2()),
+            r"unit 'first'.*strategy: expected.*parameter=Sharded.*the template's; got.*parameter=Replicate\(\)",
+        ),
+        "another grad_divisor": (
+            sharded(Chain, grad_divisor=2.0),
+            r"unit 'first'.*grad_divisor: expected 1\.0, as the template's; got 2\.0",
         ),
         "another precision": (
             sharded(Chain, precision=BFLOAT16),
-            r"unit 'first'.*compute_dtype=torch\.bfloat16.*compute_dtype=None",
+            r"unit 'first'.*precision: expected.*compute_dtype=None.*template's; got.*compute_dtype=torch\.bfloat16",
         ),
         "frozen": (sharded(lambda: build(Chain).requires_grad_(False)), r"unit 'first'.*float32 frozen.*template"),
         "other units": (first_alone, r"units \['first', ''\]"),
@@ -59,7 +67,10 @@ def state_of_another_template() -> None:
             dataclasses.replace(state, buffers={"mean": torch.zeros(3)}),
             r"buffers \['mean'\]",
         ),
-        "another size": (dataclasses.replace(state, units=of_another_size(state)), r"unit 'first'.*size=9.*size=2"),
+        "another size": (
+            dataclasses.replace(state, units=of_another_size(state)),
+            r"unit 'first'.*axes: expected.*size=2.*the template's; got.*size=9",
+        ),
     }
     step = fsdp_fn.value_and_grad(template, lambda model, x: model(x).sum())
     for what, (other, match) in others.items():
@@ -82,8 +93,8 @@ def sharded(make: Callable[[], nn.Module], **options: Any) -> fsdp_fn.ModelState
 def of_another_size(state: fsdp_fn.ModelState) -> dict[str, fsdp_fn.UnitState]:
     units = {}
     for name, unit in state.units.items():
-        axis = dataclasses.replace(unit.axis, size=9)
-        units[name] = dataclasses.replace(unit, main=dataclasses.replace(unit.main, axis=axis))
+        axes = tuple(dataclasses.replace(axis, size=9) for axis in unit.axes)
+        units[name] = dataclasses.replace(unit, main=dataclasses.replace(unit.main, axes=axes))
     return units
 
 

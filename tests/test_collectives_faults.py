@@ -44,7 +44,7 @@ def gradients_with(second: Any) -> Call:
 def gather_out(change: Callable[[Gathered, UnitState], Gathered]) -> Call:
     def call(unit: UnitState) -> object:
         flats = tuple(torch.zeros(segment.size, dtype=segment.dtype) for segment in unit.layout.segments)
-        buffer = Buffer(flats, unit.layout, Replicate(), unit.axis, unit.main.held)
+        buffer = Buffer(flats, unit.layout, (Replicate(),), unit.axes, unit.main.held)
         out = change(Gathered(unit.name, {PlaneKind.DENSE: buffer}, 0), unit)
         before = snapshot(out)
         try:
@@ -83,8 +83,8 @@ def with_main(**changes: Any) -> Call:
 
 
 def elsewhere(unit: UnitState) -> UnitState:
-    axis = dataclasses.replace(unit.axis, group="gone")
-    return dataclasses.replace(unit, main=dataclasses.replace(unit.main, axis=axis))
+    axes = tuple(dataclasses.replace(axis, group="gone") for axis in unit.axes)
+    return dataclasses.replace(unit, main=dataclasses.replace(unit.main, axes=axes))
 
 
 FAULTS: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
@@ -125,19 +125,19 @@ FAULTS: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
         ("'block'", "accumulate", "(1,)"),
     ),
     "accumulate that is not sharded": (
-        accumulate_with(placement=Replicate()),
+        accumulate_with(placements=(Replicate(),)),
         ValueError,
         ("'block'", "accumulate", "Replicate"),
     ),
     "accumulate of another shape": (
         accumulate_with(segments=(torch.zeros(2),) * 2),
         ValueError,
-        ("'block'", "accumulate segment 0", "(2,)"),
+        ("'block'", "accumulated gradient, segment 0", "(2,)"),
     ),
     "accumulate of another dtype": (
         lambda unit: accumulate_with(segments=tuple(flat.double() for flat in unit.main.segments))(unit),
         ValueError,
-        ("'block'", "accumulate segment 0", "float32", "float64"),
+        ("'block'", "accumulated gradient, segment 0", "float32", "float64"),
     ),
     "planes that are not stored": (
         lambda unit: gather_planes(unit, Phase.FORWARD, kinds=(PlaneKind.ROWWISE,)),
@@ -164,16 +164,21 @@ FAULTS: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
         ValueError,
         ("'block'", "dense"),
     ),
-    "out of other segments": (gather_out(with_plane(held=(1,))), ValueError, ("'block'", "layout")),
+    "out of other segments": (gather_out(with_plane(held=(1,))), ValueError, ("'block'", "out", "(0, 1)", "(1,)")),
+    "out on another axis": (
+        gather_out(lambda out, unit: with_plane(axes=elsewhere(unit).axes)(out, unit)),
+        ValueError,
+        ("'block'", "out", "other axes"),
+    ),
     "out that is a shard": (
-        gather_out(lambda out, unit: with_plane(placement=unit.main.placement)(out, unit)),
+        gather_out(lambda out, unit: with_plane(placements=unit.main.placements)(out, unit)),
         ValueError,
         ("'block'", "Sharded", "Replicate"),
     ),
     "out of another shape": (
         gather_out(with_plane(segments=(torch.zeros(3),) * 2)),
         ValueError,
-        ("'block'", "out segment 0", "(3,)"),
+        ("'block'", "out, segment 0", "(3,)"),
     ),
     "out of another dtype": (
         gather_out(
@@ -182,7 +187,7 @@ FAULTS: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
             )(out, unit)
         ),
         ValueError,
-        ("'block'", "out segment 0", "bfloat16", "float32"),
+        ("'block'", "out, segment 0", "bfloat16", "float32"),
     ),
     "main weights of another shape": (
         with_main(segments=(torch.zeros(1),) * 2),
@@ -224,7 +229,7 @@ def test_a_fault_is_told_by_unit_and_tensor_before_anything_is_sent_or_changed(n
 def gather_where_the_group_is_gone() -> list[str]:
     unit = elsewhere(unit_on_ranks(TWO))
     flats = tuple(torch.full((segment.size,), 9.0, dtype=segment.dtype) for segment in unit.layout.segments)
-    buffer = Buffer(flats, unit.layout, Replicate(), unit.axis, unit.main.held)
+    buffer = Buffer(flats, unit.layout, (Replicate(),), unit.axes, unit.main.held)
     out = Gathered(unit.name, {PlaneKind.DENSE: buffer}, 0)
     messages = []
     for call in (

@@ -18,10 +18,12 @@ from sharded_units import (
     unit_on_ranks,
 )
 
-from fsdp_fn.collectives import Pending, reduce_packed, reduce_scatter
+from fsdp_fn.collectives import Pending, reduce_scatter
 from fsdp_fn.layout import BlockAtomic, Flat, Granularity, TensorAtomic, owned_range
 from fsdp_fn.packing import allocate_packed, pack
+from fsdp_fn.placement import arriving
 from fsdp_fn.policy import PrecisionPolicy
+from fsdp_fn.reducing import reduce_packed
 from fsdp_fn.state import UnitState, trainable_tensors, zeros_like_main
 from harness import run_distributed
 
@@ -52,12 +54,12 @@ def rank_gradients(unit: UnitState, rank: int) -> list[torch.Tensor]:
 def reduce_and_compare(described: Described, granularity: Granularity) -> bool:
     unit = unit_on_ranks(described, granularity=granularity)
     reduced = reduced_now(rank_gradients(unit, dist.get_rank()), unit)
-    every = [rank_gradients(unit, rank) for rank in range(unit.axis.size)]
+    every = [rank_gradients(unit, rank) for rank in range(unit.axes[0].size)]
     right = True
     for position, index in enumerate(trainable_tensors(unit.layout)):
         total = torch.stack([grads[position] for grads in every]).sum(0)
-        owned = owned_range(unit.layout, index, unit.axis.rank)
-        expected = (total / unit.axis.size).reshape(-1)[owned.start : owned.stop]
+        owned = owned_range(unit.layout, index, unit.axes[0].rank)
+        expected = (total / unit.axes[0].size).reshape(-1)[owned.start : owned.stop]
         right &= torch.equal(reduced.owned(index).reshape(-1), expected)
     padding = sum(flat.count_nonzero().item() for flat in reduced.segments)
     elements = sum(reduced.owned(index).count_nonzero().item() for index in trainable_tensors(unit.layout))
@@ -86,7 +88,7 @@ def reduce_with_missing() -> tuple[float, float, bool]:
     sums = [reduced.owned(index).sum() for index in range(3)]
     for total in sums:
         dist.all_reduce(total)
-    return sums[0].item(), sums[1].item(), abs(sums[2].item() - 24.0 / unit.axis.size) < 1e-5
+    return sums[0].item(), sums[1].item(), abs(sums[2].item() - 24.0 / unit.axes[0].size) < 1e-5
 
 
 def test_a_missing_gradient_counts_as_zeros_on_one_rank_or_on_all(world_size: int) -> None:
@@ -208,7 +210,8 @@ def both_ways(reduce_dtype: torch.dtype, main_dtype: torch.dtype) -> bool:
     unit = unit_on_ranks((((16, 3), torch.float16),), precision=precision)
     grads = [torch.randn(16, 3) * 1000 + dist.get_rank()]
     given = zeros_like_main(unit)
-    reduce_packed(pack(grads, unit, allocate_packed(unit)), list(given.segments), unit.axis)
+    packed = pack(grads, unit, allocate_packed(unit))
+    reduce_packed(packed, list(given.segments), unit.axes, arriving(unit.strategy), unit.divisor)
     returned = reduced_now(grads, unit)
     return all(same_bits(one, other) for one, other in zip(given.segments, returned.segments, strict=True))
 

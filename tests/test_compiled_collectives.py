@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from launches import capturing_backend
 from sharded_units import Described, make_unit, same_bits, unit_on_ranks, values_of
+from strategy_cases import cases
 from torch._inductor.utils import run_and_get_code
 
-from fsdp_fn.collectives import Pending, gather_planes, reduce_scatter
+from fsdp_fn.collectives import Pending, gather_planes, reduce_scatter, refresh_planes
 from fsdp_fn.groups import axis_of, default_mesh
 from fsdp_fn.planes import Phase, PlaneKind
 from fsdp_fn.policy import PrecisionPolicy
@@ -138,6 +139,36 @@ def order_of_two_gathers() -> list[str]:
 
 def test_a_gather_that_is_started_early_stays_early_in_the_graph() -> None:
     assert run_distributed(2, order_of_two_gathers) == [["gather", "gather", "wait", "compute", "wait", "compute"]] * 2
+
+
+def gather_and_accumulate(unit: UnitState, scale: torch.Tensor) -> tuple[Gathered, Buffer]:
+    """Two microbatches."""
+    gathered = waited(gather_planes(unit, Phase.FORWARD))
+    grads = [gathered.weight(index) * scale for index in range(len(unit.layout.tensors))]
+    total = reduce_scatter(grads, unit, last_microbatch=False)
+    return gathered, waited(reduce_scatter(grads, unit, accumulate=total))
+
+
+STRATEGIES = ("sharded optimizer alone", "hfsdp")  # every kind of step, on one axis and on two
+
+
+def compile_strategies() -> None:
+    scale = torch.tensor(dist.get_rank() + 1.0)
+    for name, strategy, axes in cases():
+        if name not in STRATEGIES:
+            continue
+        torch._dynamo.reset()
+        unit = make_unit(values_of(ONE_DTYPE), axes, strategy=strategy)
+        compiled = torch.compile(gather_and_accumulate, fullgraph=True, backend="aot_eager")
+        for given in (unit, refresh_planes(unit)):
+            found, expected = (tensors_of(run(given, scale)) for run in (compiled, gather_and_accumulate))
+            for new, old in zip(found, expected, strict=True):
+                assert same_bits(new, old), f"{name}: {new}, expected {old}"
+
+
+@pytest.mark.slow
+def test_strategies_compile_to_a_full_graph_with_the_same_bits() -> None:
+    run_distributed(4, compile_strategies, timeout=240.0)
 
 
 def compile_with_inductor(described: Described, precision: PrecisionPolicy) -> tuple[bool, int, int]:

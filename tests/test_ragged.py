@@ -55,7 +55,8 @@ def check_values_survive(cuts: list[tuple[int, ...]]) -> None:
     mesh = make_mesh()
     for bounds in cuts:
         for trailing in ((), (3,), (2, 2), (0,)):
-            for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.float8_e4m3fn):
+            dtypes = (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.float8_e4m3fn)
+            for dtype in dtypes if trailing == (3,) else dtypes[:1]:
                 whole = values((bounds[-1], *trailing), dtype=dtype)
                 ragged = shard(whole, bounds, mesh)
                 assert ragged.shape == whole.shape

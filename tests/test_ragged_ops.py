@@ -5,49 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from ragged_tensors import CUTS, make_mesh, shard, values
+from ragged_tensors import CUTS, ELEMENTWISE, OTHER, make_mesh, shard, values
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_fn.ragged import RaggedTensor, from_spec, restore_optimizer_state
 from fsdp_fn.ragged_intercept import DISPATCHES_SUBCLASSES
 from harness import run_distributed
-
-ELEMENTWISE: list[Callable[[Any, Any], Any]] = [
-    lambda a, b: a + b,
-    lambda a, b: a * 2 - b / 3,
-    lambda a, b: torch.lerp(a, b, 0.3),
-    lambda a, b: torch.addcmul(a, a, b, value=0.5),
-    lambda a, b: torch.maximum(a, b).abs().sqrt(),
-    lambda a, b: torch.where(a > b, a, b),
-    lambda a, b: a.clone().add_(b, alpha=2).mul_(0.5),
-    lambda a, b: a.clone().copy_(b),
-    lambda a, b: a.clone().zero_() + b.clone().fill_(3.0),
-    lambda a, b: torch.zeros_like(a) + torch.ones_like(b) + torch.full_like(a, 2.0),
-    lambda a, b: a.to(torch.float64) + b,
-    lambda a, b: a.new_zeros(a.shape) + b,
-    lambda a, b: a.clone().masked_fill_(a > 0, 7.0),
-    lambda a, b: (a.detach() + torch.tensor(2.0)).neg_(),
-    lambda a, b: torch._foreach_add([a, b], [b, a], alpha=2)[1],
-    lambda a, b: torch._foreach_sqrt(torch._foreach_mul([a, b], [a, b]))[0],
-]
-OTHER: list[Callable[[Any, Any], Any]] = [
-    lambda a, b: a.sum(),
-    lambda a, b: a.mean(dim=0),
-    lambda a, b: (a - b).abs().max(),
-    lambda a, b: a.sum(1),
-    lambda a, b: torch.cumsum(a, 0),
-    lambda a, b: torch.cat([a, b]),
-    lambda a, b: a.softmax(0),
-    lambda a, b: a.norm(),
-    lambda a, b: torch.linalg.vector_norm(a, 1),
-    lambda a, b: torch.linalg.vector_norm(a, float("inf")),
-    lambda a, b: torch.linalg.vector_norm(a, 2, dim=1),
-    lambda a, b: torch.stack(torch._foreach_norm([a, b], 2)).norm(),
-    lambda a, b: a.new_zeros((2, 3)),
-    lambda a, b: a + a.sum(dim=0, keepdim=True),
-    lambda a, b: a * a.sum(dim=1, keepdim=True),
-]
 
 
 def check_operations(cuts: list[tuple[int, ...]]) -> None:

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ragged_tensors import CASES, Case, mesh_of, values
+from ragged_tensors import face as ragged_face
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -16,10 +18,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_fn.layout import TensorSpec, plan_layout, row_bounds
-from fsdp_fn.ragged import RaggedTensor, as_ragged, from_spec, restore_optimizer_state
+from fsdp_fn.ragged import RaggedShard, RaggedTensor, restore_optimizer_state
 from harness import run_distributed
 
 
@@ -36,24 +38,26 @@ class Net(nn.Module):
         self.register_buffer("count", torch.tensor([seed]))
 
 
-def make_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+def make_mesh(hybrid: bool = False) -> DeviceMesh:
+    ranks = dist.get_world_size()
+    if hybrid:
+        return init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("outer", "inner"))
+    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("data",))
 
 
 def sharded(net: Net, mesh: DeviceMesh) -> Net:
-    """Puts ragged faces in the place of the parameters, cut as a unit's layout cuts them."""
+    """Puts ragged faces in the place of the parameters, cut as a unit's layout cuts them, over the last dimension."""
     names = [name for name, _ in net.named_parameters()]
     parameters = [parameter.detach() for parameter in net.parameters()]
     requires_grad = [parameter.requires_grad for parameter in net.parameters()]
     layout = plan_layout(
         [TensorSpec(n, tuple(p.shape), p.dtype, g) for n, p, g in zip(names, parameters, requires_grad, strict=True)],
-        mesh.size(),
+        mesh.size(mesh.ndim - 1),
     )
     for index, (name, whole) in enumerate(zip(names, parameters, strict=True)):
         path, _, leaf = name.rpartition(".")
-        bounds, rank = row_bounds(layout, index), mesh.get_local_rank()
-        local = whole[bounds[rank] : bounds[rank + 1]].clone()
-        face = nn.Parameter(as_ragged(local, mesh, bounds, whole.shape), requires_grad=requires_grad[index])
+        placements = [Replicate()] * (mesh.ndim - 1) + [RaggedShard(row_bounds(layout, index))]
+        face = nn.Parameter(ragged_face(whole, mesh, placements), requires_grad=requires_grad[index])
         net.get_submodule(path)._parameters[leaf] = face
     return net
 
@@ -65,8 +69,7 @@ def train(net: Net, optimizer: torch.optim.Optimizer, steps: int) -> None:
                 continue
             whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(31 * step + index))
             if isinstance(parameter, RaggedTensor):
-                own = whole[parameter.placement.row_range(parameter.device_mesh.get_local_rank())].clone()
-                parameter.grad = from_spec(own, parameter._spec, False)
+                parameter.grad = ragged_face(whole, parameter.device_mesh, parameter.placements)
             else:
                 parameter.grad = whole
         optimizer.step()
@@ -127,8 +130,8 @@ def test_torch_checkpoints_round_trip_at_any_world_size(saving: int, loading: in
 # --- full and sharded state dicts ---------------------------------------------------------------------------
 
 
-def check_state_dicts(full_state_dict: bool, cpu_offload: bool, broadcast: bool) -> None:
-    mesh = make_mesh()
+def check_state_dicts(full_state_dict: bool, cpu_offload: bool, broadcast: bool, hybrid: bool) -> None:
+    mesh = make_mesh(hybrid)
     getting = StateDictOptions(full_state_dict=full_state_dict, cpu_offload=cpu_offload)
     setting = StateDictOptions(full_state_dict=full_state_dict, broadcast_from_rank0=broadcast)
     net, optimizer = trained(2, mesh)
@@ -148,20 +151,89 @@ def check_state_dicts(full_state_dict: bool, cpu_offload: bool, broadcast: bool)
     for parameter in other.parameters():
         assert type(parameter) is RaggedTensor
         for value in other_optimizer.state[parameter].values():
-            assert value.ndim == 0 or type(value) is RaggedTensor
+            assert value.ndim == 0 or (type(value) is RaggedTensor and value.placements == parameter.placements)
     assert_same(other, other_optimizer, plain, reference)
     train(other, other_optimizer, 1)
     train(plain, reference, 1)
     assert_same(other, other_optimizer, plain, reference)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("ranks", "hybrid"),
+    [(2, False), (3, False), (4, False), (2, True), (4, True)],
+    ids=["2", "3", "4", "2 by 1", "2 by 2"],
+)
 @pytest.mark.parametrize(
     ("full_state_dict", "cpu_offload", "broadcast"),
     [(False, False, False), (False, True, False), (True, False, False), (True, True, True)],
     ids=["sharded", "sharded on CPU", "full", "full on rank 0"],
 )
 def test_model_and_optimizer_state_dicts_round_trip(
-    ranks: int, full_state_dict: bool, cpu_offload: bool, broadcast: bool
+    ranks: int, hybrid: bool, full_state_dict: bool, cpu_offload: bool, broadcast: bool
 ) -> None:
-    run_distributed(ranks, check_state_dicts, full_state_dict, cpu_offload, broadcast)
+    run_distributed(ranks, check_state_dicts, full_state_dict, cpu_offload, broadcast, hybrid)
+
+
+# --- placements that torch's functions cannot broadcast into -----------------------------------------------
+
+
+class Single(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+def stepped(case: Case, seed: int) -> tuple[Single, torch.optim.Optimizer]:
+    net = Single(ragged_face(values(case.shape, seed), mesh_of(case), case.placements))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    net.weight.grad = ragged_face(values(case.shape, seed + 1), mesh_of(case), case.placements)
+    optimizer.step()
+    return net, optimizer
+
+
+def check_full_state_dicts(case: Case) -> None:
+    net, optimizer = stepped(case, 1)
+    reference = Single(values(case.shape, 1))
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    reference.weight.grad = values(case.shape, 2)
+    plain.step()
+    whole = StateDictOptions(full_state_dict=True)
+    model_state: Any = get_model_state_dict(net, options=whole)
+    optimizer_state: Any = get_optimizer_state_dict(net, optimizer, options=whole)
+    torch.testing.assert_close(model_state["weight"], reference.weight.detach())
+    torch.testing.assert_close(optimizer_state["state"]["weight"]["exp_avg"], plain.state[reference.weight]["exp_avg"])
+    other, other_optimizer = stepped(case, 5)
+    set_model_state_dict(other, model_state, options=whole)
+    set_optimizer_state_dict(other, other_optimizer, optimizer_state, options=whole)
+    restore_optimizer_state(other_optimizer)
+    for name in ("exp_avg", "exp_avg_sq"):
+        loaded = other_optimizer.state[other.weight][name]
+        assert loaded.placements == case.placements
+        assert torch.equal(loaded.to_local(), optimizer.state[net.weight][name].to_local())
+    assert torch.equal(full(other.weight), full(net.weight))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_full_state_dicts_that_every_rank_has_load_at_every_placement(case: str) -> None:
+    run_distributed(4, check_full_state_dicts, CASES[case])
+
+
+def check_broadcast(case: Case, served: bool) -> None:
+    net, _ = stepped(case, 1)
+    state = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
+    other, _ = stepped(case, 5)
+    before = full(other.weight)
+    from_rank0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    if served:
+        set_model_state_dict(other, state, options=from_rank0)
+        assert torch.equal(full(other.weight), full(net.weight))
+        return
+    with pytest.raises(ValueError, match="broadcast_from_rank0=False"):
+        set_model_state_dict(other, state, options=from_rank0)
+    assert torch.equal(full(other.weight), before)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_broadcast_state_dict_is_loaded_right_or_refused_by_name(case: str) -> None:
+    refused = case.startswith(("fully hybrid", "rows over tensor", "three dimensions"))
+    run_distributed(4, check_broadcast, CASES[case], not refused)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +46,7 @@ def unit_of(rank: int = 0, size: int = 2, version: int = 0, gradient: bool = Fal
 
 def gathered_of(unit: UnitState) -> Gathered:
     """What a gather on one rank gives."""
-    buffer = dataclasses.replace(unit.main, placement=Replicate())
+    buffer = dataclasses.replace(unit.main, placements=(Replicate(),))
     return Gathered(unit.name, {PlaneKind.DENSE: buffer}, unit.version)
 
 
@@ -216,7 +217,7 @@ def test_the_parts_that_the_ranks_own_make_up_each_tensor(
 
 
 @given(described_tensors(), st.integers(1, 5), granularities)
-def test_a_replicated_buffer_gives_whole_tensors_and_each_ranks_part_of_them(
+def test_a_buffer_that_is_not_cut_owns_whole_tensors_on_every_rank(
     described: Described, size: int, granularity: Granularity
 ) -> None:
     units = units_of_all_ranks(described, size, granularity)
@@ -225,13 +226,14 @@ def test_a_replicated_buffer_gives_whole_tensors_and_each_ranks_part_of_them(
         torch.cat([raw(unit.main.segment(index)) for unit in units]).view(segment.dtype)
         for index, segment in enumerate(layout.segments)
     )
-    for unit in units:
-        replicated = Buffer(whole, layout, Replicate(), unit.axis, unit.main.held)
+    for unit, placement in itertools.product(units, (Replicate(), Partial())):
+        uncut = Buffer(whole, layout, (placement,), unit.axes, unit.main.held)
+        assert uncut.piece == (0, 1)
         for index, value in enumerate(values_of(described).values()):
-            assert replicated.tensor(index).shape == value.shape
-            assert torch.equal(raw(replicated.tensor(index)), raw(value))
-            assert torch.equal(raw(replicated.owned(index)), raw(unit.main.owned(index)))
-            assert replicated.owned(index).shape == unit.main.owned(index).shape
+            assert uncut.owned_elements(index) == range(value.numel())
+            for found in (uncut.tensor(index), uncut.owned(index)):
+                assert found.shape == value.shape
+                assert torch.equal(raw(found), raw(value))
 
 
 def test_tensors_and_owned_parts_are_views_of_the_buffer() -> None:
@@ -246,12 +248,9 @@ def test_tensors_and_owned_parts_are_views_of_the_buffer() -> None:
     } == {storage}
 
 
-@pytest.mark.parametrize("placement", [None, Partial()])
-def test_the_whole_of_a_tensor_that_is_not_replicated_is_refused_by_name(placement: Partial | None) -> None:
-    main = unit_of().main
-    buffer = main if placement is None else dataclasses.replace(main, placement=placement)
-    with pytest.raises(ValueError, match=r"'bias'.*over 2 ranks.*owned"):
-        buffer.tensor(1)
+def test_the_whole_of_a_tensor_that_is_in_pieces_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'bias' is in 2 pieces, placed Sharded.*owned"):
+        unit_of().main.tensor(1)
 
 
 def test_a_segment_that_a_buffer_does_not_hold_is_refused() -> None:
@@ -299,4 +298,4 @@ def test_a_dense_unit_stores_one_plane_and_knows_its_layout_and_axis() -> None:
     unit = unit_of(rank=1)
     assert unit.kinds == (PlaneKind.DENSE,)
     assert unit.layout is unit.main.layout
-    assert unit.axis == local_axis(2, 1)
+    assert unit.axes == (local_axis(2, 1),)

@@ -211,7 +211,7 @@ def count_bytes() -> None:
     """In bf16, so that a group of one rank has gathered weights apart from its main weights too."""
     model = Wrapper(build(Stack), (Block,), precision=fsdp_fn.PrecisionPolicy(compute_dtype=BF16))
     modules = {name: m for name, m in model.module.named_modules() if isinstance(m, FsdpModule)}
-    storages = {name: module._fsdp_unit.storage for name, module in modules.items()}
+    storages = {name: module._fsdp_unit.weights.buffer for name, module in modules.items()}
     needed = {name: sum(p.numel() for p in m.parameters()) * 2 for name, m in modules.items() if name}
     inside: dict[str, dict[str, int]] = {}
 
@@ -227,7 +227,7 @@ def count_bytes() -> None:
         for name, found in inside.items():
             assert set(found) == {"", name}, f"in forward of {name}: {found}"
             assert found[name] >= needed[name]
-        buffers = [unit._packed for unit in (module._fsdp_unit for module in modules.values())]
+        buffers = [module._fsdp_unit.flow._packed for module in modules.values()]
         loss.backward()
         assert all(isinstance(buffer, ResizedBuffer) and not buffer.allocated for buffer in buffers)
         assert not held(), f"after backward of the {when} step: {held()}"

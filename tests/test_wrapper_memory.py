@@ -29,7 +29,7 @@ def count_bytes() -> None:
     seen: dict[str, list[set[str]]] = {"forward": [], "backward": []}
 
     def held() -> set[str]:
-        return {name for name, unit in units.items() if unit.storage.allocated}
+        return {name for name, unit in units.items() if unit.weights.buffer.allocated}
 
     def watch(module: nn.Module, args: object, output: torch.Tensor) -> None:
         seen["forward"].append(held())
@@ -140,7 +140,8 @@ def delete(use: str) -> None:
         alive: dict[str, Any] = {"the model": weakref.ref(module)}
         for name, unit in units_of(module).items():
             alive[f"unit {name!r}"] = weakref.ref(unit)
-            alive[f"storage of {name!r}"] = weakref.ref(unit.storage)
+            alive[f"weights of {name!r}"] = weakref.ref(unit.weights)
+            alive[f"gradients of {name!r}"] = weakref.ref(unit.flow)
         for name, parameter in module.named_parameters():
             alive[f"parameter {name!r}"] = weakref.ref(parameter)
         del model, module, unit, parameter
