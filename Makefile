@@ -9,11 +9,12 @@ VENV_PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench clean
+.PHONY: help train test fuzz lint bench clean
 
 help:
 	@echo 'make train   train a small language model: on every GPU, or on 2 CPU processes; writes runs/lm'
 	@echo 'make test    run the tests'
+	@echo 'make fuzz    train random models beside plain PyTorch: ARGS="--draws 2000"'
 	@echo 'make lint    check style and types'
 	@echo 'make bench   measure host overhead and layout padding'
 	@echo 'make clean   delete the environment, caches and builds; runs/ stays'
@@ -37,6 +38,9 @@ train: $(INSTALLED)
 
 test: $(INSTALLED)
 	@exec $(VENV_PYTHON) -m pytest $(ARGS)
+
+fuzz: $(INSTALLED)
+	@cd tests && exec ../$(VENV_PYTHON) random_models.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(VENV_PYTHON) -m ruff check .

@@ -107,6 +107,9 @@ class Unit(ABC):
     def finish_backward(self) -> None:  # noqa: B027 (optional)
         """The backward pass in which gradients were delivered is over."""
 
+    def complete_sum(self) -> None:  # noqa: B027 (optional)
+        """The last microbatch is through: what was summed up and is not complete is to be."""
+
     def drop_backward(self) -> None:  # noqa: B027 (optional)
         """It failed: forget what was delivered in it."""
 

@@ -235,22 +235,24 @@ def _start_gather(
     def placed(segments: Sequence[torch.Tensor]) -> Buffer:
         return Buffer(tuple(segments), unit.layout, target, unit.axes, unit.main.held)
 
-    with torch.no_grad():
-        if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        with torch.no_grad():
             cast = [flat.to(dtype) for flat, dtype in zip(flats, dtypes, strict=True)]
             arrive = gather_traced(cast, source.placements, target, unit.axes)
 
-            def arrived() -> Buffer:
-                whole = arrive()
-                if out is None:
-                    return placed(whole)
-                torch._foreach_copy_(list(out), whole)
-                return placed(out)
+        def arrived() -> Buffer:
+            whole = arrive()
+            if out is None:
+                return placed(whole)
+            torch._foreach_copy_(list(out), whole)
+            return placed(out)
 
-            return arrived
-        _check_groups(unit)
-        (_, pieces), (_, count) = piece_of(source.placements, unit.axes), piece_of(target, unit.axes)
-        device = unit.compute_device
+        return arrived
+    _check_groups(unit)
+    (_, pieces), (_, count) = piece_of(source.placements, unit.axes), piece_of(target, unit.axes)
+    device = unit.compute_device
+    # What is made while somebody evaluates may be computed with in training afterwards.
+    with torch.inference_mode(False), torch.no_grad():
         if pieces == count and out is None and all(flat.device == device for flat in flats):
             whole = placed([flat.to(dtype) for flat, dtype in zip(flats, dtypes, strict=True)])
             return lambda: whole

@@ -141,7 +141,16 @@ class ShardedUnit(Unit):
         self._check_dense(grads)
         self.delivery.before_arrival()
         self.flow.arrive(grads, last_microbatch=self.bracket.last_microbatch)
+        if self.flow.summed is not None:
+            self.bracket.expect_more(self)
         return ()
+
+    def complete_sum(self) -> None:
+        """Complete the sum of a unit that the last microbatch did not use, or only before others completed it."""
+        if self.flow.summed is not None:
+            self.delivery.before_arrival()
+            with torch.no_grad():
+                self.flow.finish_sum()
 
     def _check_dense(self, grads: list[torch.Tensor | None]) -> None:
         for index, grad in zip(self._trainable, grads, strict=True):

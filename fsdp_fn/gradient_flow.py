@@ -61,7 +61,7 @@ class GradientFlow:
         else:
             self._add(packed.flats)
             if last_microbatch:
-                self._finish_sum()
+                self.finish_sum()
         packed.free(Release.FREE)
 
     def _add(self, flats: list[torch.Tensor]) -> None:
@@ -73,7 +73,8 @@ class GradientFlow:
         else:
             self._add_reduced(self.summed.flats, flats, self._arriving, self._divisors[0])
 
-    def _finish_sum(self) -> None:
+    def finish_sum(self) -> None:
+        """Complete what was summed up over microbatches."""
         assert self.summed is not None
         dtypes = sum_dtypes(self._unit, trainable_segments(self._unit.layout), self._completing)
         device = self._unit.compute_device

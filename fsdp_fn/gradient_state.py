@@ -82,7 +82,7 @@ def add_gradients(first: dict[str, Buffer], second: dict[str, Buffer]) -> dict[s
             )
     return {
         name: dataclasses.replace(
-            buffer, segments=tuple(torch._foreach_add(list(buffer.segments), list(second[name].segments)))
+            buffer, segments=tuple(a + b for a, b in zip(buffer.segments, second[name].segments, strict=True))
         )
         for name, buffer in first.items()
     }

@@ -36,8 +36,19 @@ class Bracket:
         self.release = release
         self.log = log
         self.last_microbatch = True
+        self._unfinished: list[weakref.ref[Unit]] = []
         self.open: list[UnitCall] = []
         self._passes: dict[int, weakref.ref[BackwardPass]] = {}
+
+    def expect_more(self, unit: Unit) -> None:
+        """A unit's gradients are a sum that the last microbatch completes, whether or not it uses the unit."""
+        if all(reference() is not unit for reference in self._unfinished):
+            self._unfinished.append(weakref.ref(unit))
+
+    def take_unfinished(self) -> list[Unit]:
+        """Units of which that was said since the last call, in the order in which it was."""
+        references, self._unfinished = self._unfinished, []
+        return [unit for reference in references if (unit := reference()) is not None]
 
     def current_pass(self) -> BackwardPass:
         """The backward pass that is running now; the first call in one queues the callback for its end."""
@@ -45,7 +56,7 @@ class Bracket:
         reference = self._passes.get(task)
         current = reference() if reference is not None else None
         if current is None:
-            current = BackwardPass()
+            current = BackwardPass(self)
             self._passes = {k: r for k, r in self._passes.items() if r() is not None}
             self._passes[task] = weakref.ref(current)
             torch.autograd.Variable._execution_engine.queue_callback(current)
@@ -55,7 +66,9 @@ class Bracket:
 class BackwardPass:
     """What is open in one backward pass. Owned by the engine alone, so that its end is ours to see."""
 
-    def __init__(self) -> None:
+    def __init__(self, bracket: Bracket) -> None:
+        # The engine owns this pass, and this pass the bracket: nothing points back.
+        self._bracket = bracket
         self.calls: dict[UnitCall, None] = {}
         self.kept: dict[Unit, None] = {}
         self.delivered: dict[Unit, None] = {}
@@ -64,6 +77,10 @@ class BackwardPass:
     def __call__(self) -> None:
         """The backward pass ended as it should."""
         self._close()
+        if self.delivered and self._bracket.last_microbatch:
+            for unit in self._bracket.take_unfinished():
+                unit.complete_sum()
+                self.delivered[unit] = None
         waiting = list(self.delivered)
         try:
             while waiting:

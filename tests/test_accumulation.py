@@ -126,9 +126,44 @@ def divided(name: str, strategy: Any) -> None:
     check_gradient(model, mean() * 11 / 4, name)
 
 
+class Expert(nn.Linear):
+    pass
+
+
+class Optional(nn.Module):
+    """A weight of its own, and a part that some microbatches leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(2, 2, bias=False)
+        self.part = Expert(2, 2, bias=False)
+
+    def forward(self, x: torch.Tensor, part: bool) -> torch.Tensor:
+        return self.always(x) + (self.part(x) if part else 0.0)
+
+
+def a_unit_that_the_last_microbatch_leaves_out(name: str, strategy: Any) -> None:
+    model = Wrapped.of(Optional(), (Expert,), mesh=mesh_for(strategy), placements=strategy)
+    optimizer = torch.optim.SGD(model.module.parameters(), lr=0.1)
+    for _ in range(2):
+        for microbatch, part in ((0, True), (1, True), (2, False)):
+            inputs = torch.full((1, 2), (dist.get_rank() + 1) * 10.0**microbatch)
+            if microbatch < 2:
+                with fsdp_fn.accumulating(model.module):
+                    model.module(inputs, part).sum().backward()
+            else:
+                model.module(inputs, part).sum().backward()
+        for key, expected in (("always.weight", mean() * 111), ("part.weight", mean() * 11)):
+            found = model.gradients()[key]
+            torch.testing.assert_close(found, torch.full((2, 2), expected), rtol=1e-6, atol=0.0, msg=f"{name}: {found}")
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
     "check",
     [
+        a_unit_that_the_last_microbatch_leaves_out,
         every_backward_is_the_last,
         only_the_last_completes,
         what_zero_grad_drops,
@@ -189,10 +224,6 @@ def weights_after_a_refused_step() -> None:
 
 def test_a_refused_step_changes_nothing_and_the_window_goes_on() -> None:
     run_distributed(2, weights_after_a_refused_step)
-
-
-class Expert(nn.Linear):
-    pass
 
 
 class Mixture(nn.Module):
