@@ -73,6 +73,7 @@ class BoundUnit(Unit):
             state.precision,
             template.setting.policy,
             self._leaves.segments,
+            owned.tops,
         )
 
     def deliver(self, grads: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:

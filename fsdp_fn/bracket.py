@@ -45,8 +45,12 @@ from fsdp_fn.planes import Phase
 from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
 from fsdp_fn.weights import Weights
 
-Slot = tuple[dict[str, Any], str, int]
-"""Where a weight stands: a module's ``_parameters``, its name in it, its index in the unit's layout."""
+Slot = tuple[Any, Any, int]
+"""Where a weight stands: a module's ``_parameters`` (or a list or dict that it keeps), its name in it, its index in the
+unit's layout."""
+
+Top = tuple[dict[str, Any], str, Any]
+"""A module's attributes, one of them, and the container of slots that it holds; a forward may put another there."""
 
 
 class Unit(ABC):
@@ -70,8 +74,10 @@ class Unit(ABC):
         precision: PrecisionPolicy,
         policy: SchedulePolicy,
         shards: tuple[torch.Tensor, ...] = (),
+        tops: Sequence[Top] = (),
     ) -> None:
         self.rename(name)
+        self.tops = tuple(tops)
         self.slots = tuple(slots)
         self.resting = tuple(resting)
         self.bracket = bracket
@@ -244,12 +250,11 @@ class Unit(ABC):
 
     def enter_backward(self, call: UnitCall) -> None:
         """Close's backward: nothing of the unit's own backward has run yet. Or an escaped tensor's, for Close."""
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{self.label}: backward with create_graph=True would need its released weights again in the second "
-                "backward, which is not served; compute the gradient of the gradient outside sharded units"
-            )
         current = self.bracket.current_pass()
+        if torch.is_grad_enabled():
+            # The graph of this backward reads the weights: they stay for the backward through it.
+            current.makes_graph = True
+            self.bracket.hold(self)
         if call in current.calls:
             return
         if call.version != self.weights_version():
@@ -271,6 +276,12 @@ class Unit(ABC):
 
     def end_backward(self, call: UnitCall, grads: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Open's backward: the gradients of all differentiable weights are in."""
+        if torch.is_grad_enabled() and self.differentiable:
+            raise RuntimeError(
+                f"{self.label}: backward with create_graph=True reached its parameters, whose gradients are reduced "
+                "and have no graph; take the gradient with respect to inputs alone, autograd.grad(loss, inputs, "
+                "create_graph=True)"
+            )
         for position, index in enumerate(self.differentiable):
             leaf = self.leaves[index]
             if leaf.grad is not None:
@@ -318,7 +329,9 @@ class Unit(ABC):
     def _release(self, phase: Phase, keep: bool = False, for_backward: bool = False) -> None:
         self._uses -= 1
         if self._uses == 0:
-            if keep:
+            if self.bracket.holds(self):
+                self._kept = True
+            elif keep:
                 # A recomputation is followed by the backward that asked for it: what it gathered stays for that.
                 self._kept = True
                 self.bracket.current_pass().kept[self] = None
@@ -344,6 +357,8 @@ class Unit(ABC):
     def _install(self, tensors: Sequence[Any]) -> None:
         for parameters, name, index in self.slots:
             parameters[name] = tensors[index]
+        for attributes, name, container in self.tops:
+            attributes[name] = container
         self._installed = tensors
 
     def _log(self, phase: Phase, action: Action, started: float, transferred: int = 0) -> None:

@@ -8,16 +8,16 @@ observed by hooks, what its graph saves of the weights is watched, and backward 
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as module_hooks
-from torch.utils import _pytree as pytree
 
 from fsdp_fn.containers import map_tensors
 
@@ -106,14 +106,39 @@ def map_kept(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> An
         return value
 
 
-def references(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that modules also hold as plain attributes or in containers, which sharding cannot reach."""
+class Held(NamedTuple):
+    """A parameter that a module holds past its name: ``container[key]`` is it; without a container, out of reach.
+
+    ``top``: the module's attributes, the attribute, and what it held, where that is a container of its own.
+    """
+
+    where: str
+    container: Any
+    key: Any
+    parameter: nn.Parameter
+    top: tuple[dict[str, Any], str, Any] | None
+
+
+def held_parameters(modules: Iterable[nn.Module]) -> Iterator[Held]:
+    """Parameters that modules hold as plain attributes too, or in containers in them (``nn.LSTM``'s flat weights)."""
     for module in modules:
-        for key, value in islice(vars(module).items(), _count_internals(module), None):
-            if isinstance(value, (list, tuple, dict, nn.Parameter)):
-                for leaf in pytree.tree_leaves(value):
-                    if isinstance(leaf, nn.Parameter):
-                        yield f"{type(module).__name__}.{key}", leaf
+        attributes = vars(module)
+        for key, value in islice(attributes.items(), _count_internals(module), None):
+            where = f"{type(module).__name__}.{key}"
+            if isinstance(value, nn.Parameter):
+                yield Held(where, attributes, key, value, None)
+            elif isinstance(value, (list, tuple, dict)):
+                yield from _held_in(where, value, (attributes, key, value))
+
+
+def _held_in(where: str, holder: Any, top: tuple[dict[str, Any], str, Any]) -> Iterator[Held]:
+    """What is in a container. An immutable one gives what it holds without a way to put anything else there."""
+    writable = type(holder) in (list, dict, OrderedDict)
+    for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
+        if isinstance(value, nn.Parameter):
+            yield Held(where, holder if writable else None, key, value, top)
+        elif isinstance(value, (list, tuple, dict)):
+            yield from _held_in(where, value, top)
 
 
 def is_later(tensor: torch.Tensor, token: torch.Tensor) -> bool:

@@ -65,6 +65,7 @@ class ShardedUnit(Unit):
             setting.device,
             precision,
             setting.policy,
+            tops=owned.tops,
         )
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,7 +102,7 @@ class ShardedUnit(Unit):
         """Somebody may have put another parameter in a slot, or asked for a gradient that is not laid out."""
         resting, dtypes = self.parameters, self._dtypes
         for parameters, name, index in self.slots:
-            held = parameters.get(name)
+            held = _held(parameters, name)
             if held is not resting[index] or held.dtype is not dtypes[index]:
                 raise RuntimeError(
                     f"{self.label}: parameter {name!r} was replaced or cast after sharding, so the gathers would "
@@ -171,6 +172,13 @@ class ShardedUnit(Unit):
     def drop_backward(self) -> None:
         """The backward failed: its finished gradients are not delivered."""
         self.flow.finished = None
+
+
+def _held(container: Any, key: Any) -> Any:
+    try:
+        return container[key]
+    except LookupError:
+        return None
 
 
 def _face(local: torch.Tensor, spec: Any, original: nn.Parameter) -> nn.Parameter:

@@ -144,7 +144,7 @@ def _shard(
     boundaries = {id(model.get_submodule(path)) for path in settings if path}
     all_owned, owners = {}, dict[int, str]()
     for path in settings:
-        owned = owned_parameters(model.get_submodule(path), lambda child: id(child) in boundaries, path)
+        owned = owned_parameters(model.get_submodule(path), lambda child: id(child) in boundaries, path, model)
         if path and not owned.parameters:
             raise ValueError(f"unit {path!r} has no parameters of its own")
         check_parameters(owned, path, device.type)
@@ -162,7 +162,7 @@ def _shard(
     for path, owned in all_owned.items():
         layout = unit_layout(owned, settings[path], group_of)
         module = bare.get_submodule(path)
-        bare_owned = owned_parameters(module, lambda child: id(child) in bare_boundaries, path)
+        bare_owned = owned_parameters(module, lambda child: id(child) in bare_boundaries, path, bare)
         states[path] = shard_unit(path, owned.parameters, layout, settings[path])
         functions = gather_functions(states[path])
         templates.append(UnitTemplate(path, module, bare_owned, layout, settings[path], functions))

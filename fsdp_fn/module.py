@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fsdp_fn.escapes import held_parameters
 from fsdp_fn.events import EventLog
 from fsdp_fn.face import ShardedUnit
 from fsdp_fn.groups import axes_of, default_mesh, mesh_device, raise_together
@@ -47,7 +48,10 @@ from fsdp_fn.units import (
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 _sharded_originals = WeakTensorKeyDictionary()
-"""Plain parameters that a unit replaced, and where: a second unit that still holds one has a tie to the first."""
+"""Plain parameters that a unit replaced: the unit, their index in its layout, and their name there.
+
+A second unit that still holds one has a tie to the first.
+"""
 
 
 @torch.compiler.disable(reason="a wrapped module gathers and releases storage, which does not trace")  # type: ignore[untyped-decorator]
@@ -162,11 +166,17 @@ def _owned(module: nn.Module, name: str, device_type: str, data_parallel: Sequen
     for path, parameter in zip(owned.names, owned.parameters, strict=True):
         if parameter in _sharded_originals:
             raise ValueError(
-                f"parameter {path!r} of {name} is tied to {_sharded_originals[parameter]}, which a unit of its own "
+                f"parameter {path!r} of {name} is tied to {_sharded_originals[parameter][2]}, which a unit of its own "
                 "holds; put both under one unit"
             )
     check_parameters(owned, name, device_type, data_parallel)
     check_references(owned, module, name)
+    for held in held_parameters(module.modules()):
+        if held.parameter in _sharded_originals and held.container is None:
+            raise ValueError(
+                f"{held.where} holds {_sharded_originals[held.parameter][2]}, which a unit of its own has sharded "
+                "since; hold it in a list or a dict, or reach it by its name alone"
+            )
     for path, parameter in zip(owned.names, owned.parameters, strict=True):
         if not parameter.shape:
             raise ValueError(
@@ -177,17 +187,30 @@ def _owned(module: nn.Module, name: str, device_type: str, data_parallel: Sequen
 
 def _commit(module: nn.Module, owned: OwnedParameters, sharded: ShardedUnit) -> None:
     """Change the module; nothing here can fail half-way."""
-    for path, parameter in zip(owned.names, owned.parameters, strict=True):
-        _sharded_originals[parameter] = f"{path!r} of {type(module).__name__}"
+    for index, (path, parameter) in enumerate(zip(owned.names, owned.parameters, strict=True)):
+        _sharded_originals[parameter] = (weakref.ref(sharded), index, f"{path!r} of {type(module).__name__}")
     for parameters, name, index in owned.slots:
         parameters[name] = sharded.parameters[index]
     module.__dict__["_fsdp_unit"] = sharded
     module.__class__ = _wrapped_class(cast(Any, type(module)))
     _live_units.add(sharded)
+    _lead_to_units(module)
     for path, child in module.named_modules():
         if isinstance(child, FsdpModule):
             child._fsdp_unit.rename(path)
             child._fsdp_unit.bracket = sharded.bracket
+
+
+def _lead_to_units(module: nn.Module) -> None:
+    """Have lists and dicts in ``module`` that hold parameters which nested units replaced hold the new ones."""
+    for held in list(held_parameters(module.modules())):
+        if held.parameter in _sharded_originals:
+            reference, index, _ = _sharded_originals[held.parameter]
+            unit = reference()
+            if unit is not None:
+                held.container[held.key] = unit.parameters[index]
+                unit.slots = (*unit.slots, (held.container, held.key, index))
+                unit.tops = unit.tops if held.top is None else (*unit.tops, held.top)
 
 
 @functools.cache
@@ -261,7 +284,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if not isinstance(parameter, RaggedTensor) and parameter in _sharded_originals:
                 raise RuntimeError(
                     f"this optimizer ({type(optimizer).__name__}) was made before fully_shard and holds the plain "
-                    f"parameter {_sharded_originals[parameter]}, which the model no longer reads: make it afterwards"
+                    f"parameter {_sharded_originals[parameter][2]}, which the model no longer reads: make it afterwards"
                 )
     for unit in _units_of(optimizer):
         if unit.delivery.unfinished():

@@ -38,6 +38,7 @@ class Bracket:
         self.last_microbatch = True
         self._unfinished: list[weakref.ref[Unit]] = []
         self.open: list[UnitCall] = []
+        self._held: weakref.WeakSet[Unit] = weakref.WeakSet()
         self._passes: dict[int, weakref.ref[BackwardPass]] = {}
 
     def expect_more(self, unit: Unit) -> None:
@@ -49,6 +50,20 @@ class Bracket:
         """Units of which that was said since the last call, in the order in which it was."""
         references, self._unfinished = self._unfinished, []
         return [unit for reference in references if (unit := reference()) is not None]
+
+    def hold(self, unit: Unit) -> None:
+        """Keep a unit's weights gathered until a backward pass without ``create_graph`` ends."""
+        self._held.add(unit)
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether they are kept."""
+        return unit in self._held
+
+    def let_go(self) -> None:
+        """Such a backward pass ended."""
+        held, self._held = self._held, weakref.WeakSet()
+        for unit in held:
+            unit.drop_kept()
 
     def current_pass(self) -> BackwardPass:
         """The backward pass that is running now; the first call in one queues the callback for its end."""
@@ -68,7 +83,7 @@ class BackwardPass:
 
     def __init__(self, bracket: Bracket) -> None:
         # The engine owns this pass, and this pass the bracket: nothing points back.
-        self._bracket = bracket
+        self._bracket, self.makes_graph = bracket, False
         self.calls: dict[UnitCall, None] = {}
         self.kept: dict[Unit, None] = {}
         self.delivered: dict[Unit, None] = {}
@@ -101,7 +116,10 @@ class BackwardPass:
         for call in list(self.calls):
             call.unit.leave_backward(call, self)
         for unit in self.kept:
-            unit.drop_kept()
+            if not self._bracket.holds(unit):
+                unit.drop_kept()
+        if not self.makes_graph:
+            self._bracket.let_go()
 
 
 class UnitCall:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_fn.bracket import Slot
-from fsdp_fn.escapes import references
+from fsdp_fn.bracket import Slot, Top
+from fsdp_fn.escapes import held_parameters
 from fsdp_fn.groups import axes_of, mesh_device, raise_together, strategy_on
 from fsdp_fn.layout import Layout, TensorSpec, plan_layout
 from fsdp_fn.placement import (
@@ -35,17 +35,26 @@ from fsdp_fn.tensor_parallel import local_part, tensor_parallel_of
 
 @dataclass(frozen=True)
 class OwnedParameters:
-    """Parameters of one unit: each once, with the first of its names, and every slot that it stands in."""
+    """Parameters of one unit: each once, with the first of its names, and every slot that it stands in.
+
+    ``tops``: attributes of modules whose containers are among the slots, and must stay those.
+    """
 
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
     slots: tuple[Slot, ...]
     aliases: tuple[tuple[str, int], ...]
+    tops: tuple[Top, ...] = ()
 
 
-def owned_parameters(module: nn.Module, is_boundary: Callable[[nn.Module], bool], prefix: str = "") -> OwnedParameters:
-    """Parameters of ``module`` and its submodules, not descending into those for which ``is_boundary`` holds."""
+def owned_parameters(
+    module: nn.Module, is_boundary: Callable[[nn.Module], bool], prefix: str = "", whole: nn.Module | None = None
+) -> OwnedParameters:
+    """Parameters of ``module`` and its submodules, not descending into those for which ``is_boundary`` holds.
+
+    ``whole``: the model, any module of which may hold them past their names; default ``module``.
+    """
     names: list[str] = []
     parameters: list[nn.Parameter] = []
     slots: list[Slot] = []
@@ -64,8 +73,19 @@ def owned_parameters(module: nn.Module, is_boundary: Callable[[nn.Module], bool]
             else:
                 aliases.append((full, index))
             slots.append((owner._parameters, name, index))
+    tops: dict[int, Top] = {}
+    for held in held_parameters((whole or module).modules()):
+        if id(held.parameter) in index_of and held.container is not None:
+            slots.append((held.container, held.key, index_of[id(held.parameter)]))
+            if held.top is not None:
+                tops[id(held.top[2])] = held.top
     return OwnedParameters(
-        tuple(owner for _, owner in modules), tuple(names), tuple(parameters), tuple(slots), tuple(aliases)
+        tuple(owner for _, owner in modules),
+        tuple(names),
+        tuple(parameters),
+        tuple(slots),
+        tuple(aliases),
+        tuple(tops.values()),
     )
 
 
@@ -190,13 +210,13 @@ def _check_group_kept(size: bool | int, strategy: Strategy, axes: tuple[Axis, ..
 
 
 def check_references(owned: OwnedParameters, module: nn.Module, unit: str) -> None:
-    """Raise ValueError where ``module`` also reaches an owned parameter past its name: that way stays unsharded."""
+    """Raise ValueError where ``module`` also reaches an owned parameter by a way that cannot be led to the weights."""
     names = {id(parameter): name for name, parameter in zip(owned.names, owned.parameters, strict=True)}
-    for holder, parameter in references(module.modules()):
-        if id(parameter) in names:
+    for held in held_parameters(module.modules()):
+        if id(held.parameter) in names and held.container is None:
             raise ValueError(
-                f"parameter {names[id(parameter)]!r} of unit {unit!r} is also held by {holder}, which would go on with "
-                "the unsharded parameter; reach it by its name alone"
+                f"parameter {names[id(held.parameter)]!r} of unit {unit!r} is also held by {held.where}, which would "
+                "go on with the unsharded parameter; hold it in a list or a dict, or reach it by its name alone"
             )
 
 

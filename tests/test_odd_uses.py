@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -102,20 +103,86 @@ def outputs_that_overlap() -> None:
 
 
 class HoldsWeight(nn.Module):
-    def __init__(self) -> None:
+    """Computes with a parameter by another way than its name: out of a list, a dict of lists, an attribute."""
+
+    def __init__(self, immutable: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(7, 7))
-        self.weights = [self.weight]
+        self.other = nn.Parameter(torch.full((7, 7), 0.5))
+        self.weights: Any = (self.weight,) if immutable else [self.weight, {"other": [self.other]}]
+        self.__dict__["third"] = self.other
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weights[0]
+        if isinstance(self.weights, tuple):
+            return x @ self.weights[0]
+        return torch.tanh(x @ self.weights[0] @ self.weights[1]["other"][0]) @ self.third
 
 
-def parameter_held_elsewhere() -> None:
+class Recurrent(nn.Module):
+    """An LSTM or a GRU, which read their weights out of a list that they make anew when a weight is replaced."""
+
+    def __init__(self, kind: type[nn.LSTM | nn.GRU]) -> None:
+        super().__init__()
+        self.recurrent = kind(7, 5, num_layers=2, bidirectional=True)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.recurrent(x.unsqueeze(1))[0])
+
+
+class Penalised(nn.Module):
+    """A root that keeps its blocks' weights in a list, and only looks at it outside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.kept = [block.up.weight for block in self.blocks]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+def parameters_held_elsewhere() -> None:
+    makes: list[Callable[[], nn.Module]] = [
+        HoldsWeight,
+        lambda: Recurrent(nn.LSTM),
+        lambda: Recurrent(nn.GRU),
+        lambda: nn.Sequential(HoldsWeight(), Recurrent(nn.LSTM)),
+        Penalised,
+    ]
+    for make in makes:
+        for path in PATHS.values():
+            plain = build(make)
+            model = path(copy.deepcopy(plain), (HoldsWeight, nn.LSTM, Block))
+            for step in range(3):
+                check_step(model, plain, step)
+            if isinstance(model.module, Penalised):
+                held = [getattr(weight, "_spec", None) is not None or weight.is_meta for weight in model.module.kept]
+                assert all(held), "a list holds parameters that are no longer the model's"
+                names = {id(parameter) for parameter in model.module.parameters()}
+                assert all(id(weight) in names for weight in model.module.kept)
+
+
+def check_step(model: Any, plain: nn.Module, step: int) -> None:
+    x = vectors(step)
+    output, expected = model(x), plain(x)
+    check_equal(output, expected, "output", rtol=1e-5, atol=1e-6)
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    check_named(model.gradients(), plain_gradients(plain), "gradient", rtol=1e-5, atol=1e-6)
+    model.check_at_rest()
+    model.step(0.01)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            assert parameter.grad is not None
+            parameter -= 0.01 * parameter.grad
+            parameter.grad = None
+
+
+def parameter_in_a_tuple() -> None:
     for path in PATHS.values():
-        for make in (HoldsWeight, lambda: nn.LSTM(7, 7)):
-            with pytest.raises(ValueError, match=r"parameter '.*' of unit .* also held by"):
-                path(make())
+        with pytest.raises(ValueError, match=r"parameter 'weight' of unit .* also held by HoldsWeight.weights"):
+            path(HoldsWeight(immutable=True))
 
 
 def data_assigned() -> None:
@@ -174,7 +241,8 @@ USES = [
     write_in_forward,
     input_handed_through,
     outputs_that_overlap,
-    parameter_held_elsewhere,
+    parameters_held_elsewhere,
+    parameter_in_a_tuple,
     data_assigned,
     layer_added_later,
     state_dict_saved,
