@@ -37,7 +37,16 @@ from fsdp_fn.layout import (
     row_bounds,
     shard_range,
 )
-from fsdp_fn.module import FsdpModule, accumulating, fully_shard, mark_weights_changed, record_events, unit_states
+from fsdp_fn.module import (
+    FsdpModule,
+    accumulating,
+    fully_shard,
+    mark_weights_changed,
+    record_events,
+    register_forward_method,
+    unit_states,
+    unsharded,
+)
 from fsdp_fn.optim import SGD, AdamW, OptimizerState
 from fsdp_fn.placement import (
     Partial,
@@ -122,6 +131,7 @@ __all__ = [
     "reduce_scatter",
     "refresh",
     "refresh_planes",
+    "register_forward_method",
     "remove_old_checkpoints",
     "row_bounds",
     "save_checkpoint",
@@ -129,6 +139,7 @@ __all__ = [
     "shard_range",
     "shard_tensors",
     "unit_states",
+    "unsharded",
     "value_and_grad",
     "with_gradients",
     "without_gradients",

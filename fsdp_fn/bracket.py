@@ -18,11 +18,12 @@ recomputed inside the unit reads them; a reentrant checkpoint accumulates into t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -139,6 +140,24 @@ class Unit(ABC):
     def resting_now(self) -> bool:
         """Whether the slots hold what they hold at rest."""
         return self._installed is self.resting
+
+    @contextlib.contextmanager
+    def weights_in_place(self) -> Iterator[None]:
+        """Have the full weights in their slots, apart from any graph, to be read."""
+        previous = self._installed
+        self._acquire(Phase.FORWARD)
+        try:
+            self._install(self.present(self.weights.views))
+            before = self.weights.writes()
+            yield
+            if self.weights.writes() != before:
+                raise RuntimeError(
+                    f"{self.label}: a full weight was changed in place, which is lost with the gathered copy; change "
+                    "the sharded parameter instead"
+                )
+        finally:
+            self._install(previous)
+            self._release(Phase.FORWARD)
 
     # --- forward ------------------------------------------------------------------------------------------------
 
