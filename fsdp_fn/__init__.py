@@ -14,6 +14,7 @@ from fsdp_fn.checkpoint import (
 )
 from fsdp_fn.clipping import clip_grad_norm, clip_grad_norm_, grad_norm
 from fsdp_fn.collectives import Pending, finish_gradient, gather_planes, reduce_scatter, refresh_planes
+from fsdp_fn.entrances import register_forward_method, unsharded
 from fsdp_fn.events import Action, EventLog, LoggedEvent
 from fsdp_fn.functional import Template, UnitSpec, apply, recording, refresh, shard, value_and_grad
 from fsdp_fn.gradient_state import (
@@ -43,9 +44,7 @@ from fsdp_fn.module import (
     fully_shard,
     mark_weights_changed,
     record_events,
-    register_forward_method,
     unit_states,
-    unsharded,
 )
 from fsdp_fn.optim import SGD, AdamW, OptimizerState
 from fsdp_fn.placement import (

@@ -5,15 +5,9 @@ backward runs, and released when its last gradient is out, whatever happens in b
 around the unit, repeated use, unused weights, frozen weights, an exception. No weight is ever read while its storage
 is released: a read that would be is gathered for, or refused by name.
 
-[Note: Open and Close] ``_Open`` gives the weights to the module's forward, and a token; ``_Close`` takes the token and
-the outputs. Autograd runs ready nodes in the reverse order of their creation, so the backward of Close comes before
-every backward of the unit's own operations, and that of Open after all of them, with the gradients of all weights at
-once. Open also takes an anchor, a scalar that always requires a gradient, so that it runs in every full backward that
-entered Close, even where all weights are frozen or none is reached. The token has a gradient (a constant zero), for an
-undefined one would send Open to the CPU's queue and out of that order.
-
-[Note: leaves] Between the two, the modules hold *leaves*: tensors over the same storage with no history. What is
-recomputed inside the unit reads them; a reentrant checkpoint accumulates into their ``.grad``, which Open adds.
+[Note: leaves] Between Close's backward and Open's (see ``boundary``), the modules hold *leaves*: tensors over the same
+storage with no history. What is recomputed inside the unit reads them; a reentrant checkpoint accumulates into their
+``.grad``, which Open adds.
 """
 
 from __future__ import annotations
@@ -29,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_fn.boundary import Close, open_of
 from fsdp_fn.containers import cast_floating, map_tensors
 from fsdp_fn.escapes import (
     WatchedModules,
@@ -203,7 +198,7 @@ class Unit(ABC):
         return cast_floating(output, self._output_dtype)
 
     def _open(self, call: UnitCall) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        token, *opened = _open_of(self.label).apply(self.anchor, call, *self.shards)
+        token, *opened = open_of(self.label).apply(self.anchor, call, *self.shards)
         if len(opened) == len(self.weights.views):
             return token, opened
         weights = list(self.weights.views)
@@ -241,7 +236,7 @@ class Unit(ABC):
         if not needing:
             return output
         shared = shared_storages(needing.values(), (*args, *kwargs.values()))
-        closed = dict(zip(needing, _Close.apply(token, call, shared, *needing.values()), strict=True))
+        closed = dict(zip(needing, Close.apply(token, call, shared, *needing.values()), strict=True))
 
         def replace(tensor: torch.Tensor) -> torch.Tensor:
             found: torch.Tensor = closed.get(id(tensor), tensor)
@@ -383,49 +378,3 @@ class Unit(ABC):
     def _log(self, phase: Phase, action: Action, started: float, transferred: int = 0) -> None:
         if self.bracket.log is not None:
             self.bracket.log.add(self.name, phase, action, started, transferred)
-
-
-class _Open(torch.autograd.Function):
-    """Anchor (and shards) in, token and differentiable weights out; see [Note: Open and Close]."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, call: UnitCall, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        unit = call.unit
-        views = unit.weights.views
-        return (anchor.detach(), *(views[index].detach() for index in unit.differentiable))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call: UnitCall = ctx.call
-        return (None, None, *call.unit.end_backward(call, list(grads[1:])))
-
-
-@functools.lru_cache(maxsize=4096)
-def _open_of(label: str) -> type[_Open]:
-    """Open under a name that autograd's own refusal of a released weight will quote; see runtime.py's second note."""
-    return type(f"the released weights of {label} (reached past the unit's outputs)", (_Open,), {})
-
-
-class _Close(torch.autograd.Function):
-    """Token and outputs in, the same outputs out; see [Note: Open and Close].
-
-    ``detach`` and not a view: a caller may change an output in place. But where outputs share their storage with one
-    another or with an input, a change of one is a change of the others, which their histories would not know of: those
-    are views, of which autograd refuses changes in place.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, token: torch.Tensor, call: UnitCall, shared: frozenset[int], *outputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        return tuple(o.view_as(o) if shared and aliases(o, shared) else o.detach() for o in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call: UnitCall = ctx.call
-        call.unit.enter_backward(call)
-        return (call.unit.zero, None, None, *grads)

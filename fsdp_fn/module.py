@@ -55,7 +55,7 @@ A second unit that still holds one has a tie to the first.
 
 
 @torch.compiler.disable(reason="a wrapped module gathers and releases storage, which does not trace")  # type: ignore[untyped-decorator]
-def _run_eagerly(unit: ShardedUnit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_eagerly(unit: ShardedUnit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The unit's forward. ``torch.compile`` of a model compiles around it; whole graphs are for the functional path."""
     return unit.run(forward, args, kwargs)
 
@@ -71,7 +71,7 @@ class FsdpModule:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, with its unit's full weights in place."""
-        return _run_eagerly(self._fsdp_unit, super().forward, args, kwargs)  # type: ignore[misc]
+        return run_eagerly(self._fsdp_unit, super().forward, args, kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As ``nn.Module.load_state_dict``; ``assign=True`` is refused, for it would part parameters from weights."""
@@ -217,53 +217,6 @@ def _lead_to_units(module: nn.Module) -> None:
 def _wrapped_class(cls: type[Any]) -> type[nn.Module]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (FsdpModule, cls), names)
-
-
-def register_forward_method(module: nn.Module, name: str) -> None:
-    """Have method ``name`` of a wrapped module run with its unit's full weights in place, as ``forward`` does.
-
-    For modules with more entrances than one (``encode``, ``generate``). Called from within the unit's own forward it
-    is the plain method. Raises TypeError for a module that is not wrapped, AttributeError or TypeError for what is no
-    method of its class.
-    """
-    if not isinstance(module, FsdpModule):
-        raise TypeError(f"register_forward_method: {type(module).__name__} is not wrapped: call fully_shard first")
-    method = getattr(type(module), name, None)
-    if method is None:
-        raise AttributeError(f"register_forward_method: {type(module).__name__} has no method {name!r}")
-    if not callable(method) or name in vars(module):
-        raise TypeError(f"register_forward_method: {name!r} of {type(module).__name__} is no method of its class")
-    module.__class__ = _class_with_method(cast(Any, type(module)), name)
-
-
-@functools.cache
-def _class_with_method(cls: type[Any], name: str) -> type[nn.Module]:
-    method = getattr(cls, name)
-
-    @functools.wraps(method)
-    def entered(self: Any, *args: Any, **kwargs: Any) -> Any:
-        unit: ShardedUnit = self._fsdp_unit
-        bound = functools.partial(method, self)
-        return bound(*args, **kwargs) if not unit.resting_now else _run_eagerly(unit, bound, args, kwargs)
-
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, name: entered}
-    return type(cls.__name__, (cls,), names)
-
-
-@contextlib.contextmanager
-def unsharded(module: nn.Module) -> Iterator[None]:
-    """Inside, the wrapped modules under ``module`` hold their full weights as plain tensors, to be read.
-
-    In the compute dtype. All ranks must call. A write to them is refused on leaving, for it would be lost. Raises
-    ValueError for a module without wrapped ones.
-    """
-    units = [child._fsdp_unit for child in module.modules() if isinstance(child, FsdpModule)]
-    if not units:
-        raise ValueError(f"unsharded: {type(module).__name__} has no wrapped module")
-    with contextlib.ExitStack() as stack:
-        for unit in units:
-            stack.enter_context(unit.weights_in_place())
-        yield
 
 
 def unit_states(module: nn.Module) -> dict[str, UnitState]:
