@@ -46,7 +46,7 @@ from fsdp_fn.module import (
     record_events,
     unit_states,
 )
-from fsdp_fn.optim import SGD, AdamW, OptimizerState
+from fsdp_fn.optim import SGD, AdamW, OptimizerState, next_version
 from fsdp_fn.placement import (
     Partial,
     Placements,
@@ -121,6 +121,7 @@ __all__ = [
     "load_checkpoint",
     "local_shards",
     "mark_weights_changed",
+    "next_version",
     "owned_range",
     "owner",
     "plan_layout",

@@ -9,6 +9,7 @@ infinity on one rank is seen by all.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +21,7 @@ from fsdp_fn.groups import process_group
 from fsdp_fn.module import FsdpModule
 from fsdp_fn.placement import Partial, Placement, Replicate
 from fsdp_fn.ragged import UnfinishedGradient
-from fsdp_fn.state import Axis, Buffer
+from fsdp_fn.state import Axis, Buffer, trainable_segments
 
 _functional = torch.ops._c10d_functional
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -55,8 +56,9 @@ def grad_norm(gradients: Mapping[str, Buffer], norm_type: float = 2.0) -> torch.
                 "finish_gradients(state, gradients) before taking their norm"
             )
     held = [(list(buffer.segments), _copies(buffer.placements, buffer.axes)) for buffer in gradients.values()]
-    axes = max((buffer.axes for buffer in gradients.values()), key=_ranks, default=())
-    return _total_norm(held, axes, norm_type, None)
+    axes = _widest([buffer.axes for buffer in gradients.values()]) if gradients else ()
+    dtypes = [flat.dtype for buffer in gradients.values() for flat in buffer.segments]
+    return _total_norm(held, axes, norm_type, None, dtypes)
 
 
 def clip_grad_norm_(
@@ -87,12 +89,15 @@ def clip_grad_norm_(
         by_copies: dict[int, list[torch.Tensor]] = {}
         for index, gradient in unit.delivery.local_gradients():
             parallel = unit.parallel[index]
-            same = [axis.size for axis in parallel_axes if parallel is None or not parallel.splits(axis)]
+            others = [axis for axis in parallel_axes if axis not in unit.state.axes]
+            same = [axis.size for axis in others if parallel is None or not parallel.splits(axis)]
             by_copies.setdefault(copies * math.prod(same), []).append(gradient)
             gradients.append(gradient)
         held += [(local, count) for count, local in by_copies.items()]
-    axes = max((unit.state.axes for unit in units), key=_ranks) + tuple(parallel_axes)
-    norm = _total_norm(held, axes, norm_type, units[0].state.compute_device)
+    widest = _widest([unit.state.axes for unit in units])
+    axes = widest + tuple(axis for axis in parallel_axes if axis not in widest)
+    dtypes = [d for unit in units for d in unit.state.main_dtypes(trainable_segments(unit.state.layout))]
+    norm = _total_norm(held, axes, norm_type, units[0].state.compute_device, dtypes)
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {norm_type} is {norm.item()}; nothing was scaled. To scale all the "
@@ -115,6 +120,22 @@ def _copies(placements: Sequence[Placement], axes: Sequence[Axis]) -> int:
     return math.prod(axis.size for placement, axis in pairs if isinstance(placement, Replicate))
 
 
+def _widest(candidates: Sequence[tuple[Axis, ...]]) -> tuple[Axis, ...]:
+    """The axes whose ranks are all there are; ValueError where others lead to ranks outside them."""
+    widest = max(candidates, key=_ranks)
+    reached = set(dist.get_process_group_ranks(process_group(widest[0]))) if len(widest) == 1 else None
+    for axes in candidates:
+        for axis in axes:
+            if axis in widest or torch.compiler.is_compiling():
+                continue
+            if reached is not None and not set(dist.get_process_group_ranks(process_group(axis))) <= reached:
+                raise ValueError(
+                    f"units lie on axis {axis.name!r} and on axis {widest[0].name!r}, neither of which has all ranks "
+                    "of the other: there is no mesh to sum the norm over. Shard the root over a mesh of all ranks"
+                )
+    return widest
+
+
 def _ranks(axes: Sequence[Axis]) -> int:
     return math.prod(axis.size for axis in axes)
 
@@ -124,19 +145,25 @@ def _total_norm(
     axes: Sequence[Axis],
     order: float,
     device: torch.device | None,
+    dtypes: Sequence[torch.dtype],
 ) -> torch.Tensor:
-    """The norm over all ranks of ``axes``; ``held``: local gradients, and how many ranks hold the same."""
+    """The norm over all ranks of ``axes``; ``held``: local gradients, and how many ranks hold the same.
+
+    ``dtypes``: of all gradients, on this rank or not: ranks that hold nothing reduce in the same one.
+    """
+    real = [dtype.to_real() for dtype in dtypes]
+    wide = functools.reduce(torch.promote_types, real, torch.float32)
     infinite = math.isinf(order)
     parts = []
     for gradients, copies in held:
         filled = [flat.abs() if flat.is_complex() else flat for flat in gradients if flat.numel()]
         if not filled:
             continue
-        norms = torch.stack([norm.to(_wide(norm.dtype)) for norm in _norms(filled, order)])
+        norms = torch.stack([norm.to(wide) for norm in _norms(filled, order)])
         parts.append(norms.max() if infinite else norms.pow(order).sum() / copies)
     if device is None:
         device = next((flat.device for gradients, _ in held for flat in gradients), torch.device("cpu"))
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), dtype=wide, device=device)
     if parts:
         moved = torch.stack([part.to(device) for part in parts])
         total = moved.max() if infinite else moved.sum()

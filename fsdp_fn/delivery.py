@@ -6,7 +6,7 @@ with finished gradients. A gradient that somebody still holds is never overwritt
 [Note: sums in .grad] Between microbatches a strategy may leave gradients that are not complete. ``.grad`` of a DTensor
 parameter then shows the sum itself, ``Partial`` where ranks have still to meet: setting it to None or zeroing it drops
 what was summed up, as in plain PyTorch, and a norm or a step of it is refused. A finished gradient that is there when
-the first such microbatch comes is put into the sum. A plain shard shows nothing before its gradient is finished.
+the first such microbatch comes is put into the sum. ``.grad`` of a plain shard, which cannot show the sum, is NaN then.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fsdp_fn.gradient_flow import GradientFlow
 from fsdp_fn.gradients import GradientShards
 from fsdp_fn.ragged import RaggedSpec
 from fsdp_fn.ragged_placement import is_ragged
+from fsdp_fn.state import trainable_tensors
 
 
 class Delivery(ABC):
@@ -34,6 +35,7 @@ class Delivery(ABC):
     def __init__(self, flow: GradientFlow) -> None:
         self.flow = flow
         self.shown: GradientShards | None = None
+        self.folded: dict[int, Any] = {}
 
     @property
     @abstractmethod
@@ -92,7 +94,7 @@ class FaceDelivery(Delivery):
         if finished is not None:
             self._hand_over(finished)
         if self.flow.summed is None:
-            self.shown = None
+            self.shown, self.folded = None, {}
         elif self.flow.summed is not self.shown:
             self._show(self.flow.summed)
 
@@ -108,6 +110,8 @@ class FaceDelivery(Delivery):
                 if held is not None:
                     self._check_alike(held, position, "the .grad that was set on")
                     self.flow.fold(position, held._local_tensor)
+                if fresh and held is not None:
+                    self.folded[position] = held
                 face.grad = summed.faces[position]
 
     def _hand_over(self, finished: GradientShards) -> None:
@@ -151,13 +155,14 @@ class FaceDelivery(Delivery):
             return any(face.grad is summed for face, summed in zip(self._faces, shown.faces, strict=True))
 
     def drop_sum(self) -> None:
-        """Take the sum off the parameters too."""
+        """Take the sum off the parameters, and give back what was there before."""
         if self.shown is not None:
             with torch._C.DisableTorchFunctionSubclass():
-                for face, summed in zip(self._faces, self.shown.faces, strict=True):
+                for position, (face, summed) in enumerate(zip(self._faces, self.shown.faces, strict=True)):
                     if face.grad is summed:
-                        face.grad = None
+                        face.grad = self.folded.get(position)
         self.flow.summed = self.shown = None
+        self.folded = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,11 +187,15 @@ class PlainShard:
 
 
 class PlainDelivery(Delivery):
-    """To plain shards: tensors of this rank alone, without DTensor cost."""
+    """To plain shards: tensors of this rank alone, without DTensor cost. See [Note: sums in .grad]."""
 
     def __init__(self, flow: GradientFlow, shards: Sequence[PlainShard]) -> None:
         super().__init__(flow)
         self.shards = tuple(shards)
+        trainable = trainable_tensors(flow.layout)
+        self._positions = [[(trainable.index(index), start) for index, start in shard.pieces] for shard in self.shards]
+        self._markers: list[torch.Tensor] = []
+        self._versions: list[int] = []
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
@@ -195,41 +204,93 @@ class PlainDelivery(Delivery):
 
     def local_gradients(self) -> list[tuple[int, torch.Tensor]]:
         """The ``.grad`` that there are."""
-        found = [(shard.pieces[0][0], shard.parameter.grad) for shard in self.shards]
+        found = [(shard.pieces[0][0], shard.parameter.grad) for shard in self.shards if shard.pieces]
         return [(index, grad) for index, grad in found if grad is not None]
 
     def before_arrival(self) -> None:
-        """Nothing is shown, so nothing can have been dropped."""
+        """What was taken off a parameter, or set there, since the sum was shown."""
+        if self.flow.summed is not None and self.flow.summed is self.shown:
+            self._show(self.flow.summed)
 
     def after_backward(self, finished: GradientShards | None) -> None:
-        """Hand over what is finished."""
-        if finished is None:
-            return
+        """Hand over, then show what is left."""
+        if finished is not None:
+            self._hand_over(finished)
+        if self.flow.summed is None:
+            self._forget()
+        elif self.flow.summed is not self.shown:
+            self._show(self.flow.summed)
+
+    def _show(self, summed: GradientShards) -> None:
+        fresh, self.shown = summed is not self.shown, summed
+        if fresh:
+            parameters = [shard.parameter for shard in self.shards]
+            self._markers = [torch.full_like(p, torch.nan, requires_grad=False) for p in parameters]
+            self._versions = [marker._version for marker in self._markers]
+        with torch.no_grad():
+            for at, shard in enumerate(self.shards):
+                held, marker = shard.parameter.grad, self._markers[at]
+                if not shard.parameter.requires_grad or (held is marker and not self._zeroed(at)):
+                    continue
+                for position, start in self._positions[at]:
+                    rows = summed.locals[position]
+                    if not fresh:
+                        rows.zero_()
+                    if held is not None and held is not marker:
+                        count = self.flow.own_numel(position)
+                        self.flow.fold(position, held.reshape(-1)[start : start + count])
+                if fresh and held is not None:
+                    self.folded[at] = held
+                if held is not marker:
+                    shard.parameter.grad = marker
+
+    def _zeroed(self, at: int) -> bool:
+        """Whether a marker was written since, and is zero: ``zero_grad(set_to_none=False)``."""
+        marker = self._markers[at]
+        if marker._version == self._versions[at]:
+            return False
+        zeroed = not bool(marker.any())
+        marker.fill_(torch.nan)
+        self._versions[at] = marker._version
+        return zeroed
+
+    def _hand_over(self, finished: GradientShards) -> None:
         targets, addends = [], []
         with torch.no_grad():
-            for shard in self.shards:
+            for at, shard in enumerate(self.shards):
                 parameter = shard.parameter
                 if not parameter.requires_grad:
                     continue
                 grad = shard.part_of(finished)
                 if parameter._backward_hooks:
                     grad = _hooked(parameter, grad)
-                if parameter.grad is None:
+                held = parameter.grad
+                if held is None or (self._markers and held is self._markers[at]):
                     parameter.grad = grad
                 else:
-                    targets.append(parameter.grad)
+                    targets.append(held)
                     addends.append(grad)
             if targets:
                 torch._foreach_add_(targets, addends)
         _call_accumulate_hooks([shard.parameter for shard in self.shards if _has_accumulate_hooks(shard.parameter)])
 
     def unfinished(self) -> bool:
-        """Whether anything is summed up."""
-        return self.flow.summed is not None
+        """Whether a ``.grad`` stands for a sum; one that was dropped since is no longer missed."""
+        if self.flow.summed is None or not self._markers:
+            return False
+        pairs = zip(self.shards, self._markers, strict=True)
+        return any(shard.parameter.grad is marker for shard, marker in pairs)
 
     def drop_sum(self) -> None:
-        """Forget it."""
+        """Take what stands for the sum off the parameters, and give back what was there before."""
+        for at, marker in enumerate(self._markers):
+            if self.shards[at].parameter.grad is marker:
+                self.shards[at].parameter.grad = self.folded.get(at)
         self.flow.summed = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.shown, self._markers, self._versions, self.folded = None, [], [], {}
 
 
 def _has_accumulate_hooks(parameter: nn.Parameter) -> bool:

@@ -163,7 +163,7 @@ class ShardedUnit(Unit):
 
     def finish_backward(self) -> None:
         """Hand this backward's gradients to the parameters."""
-        finished, self.flow.finished = self.flow.finished, None
+        finished = self.flow.take_finished()
         if finished is not None:
             self.changes.laps += 1
             self.flow.settle()
@@ -171,7 +171,7 @@ class ShardedUnit(Unit):
 
     def drop_backward(self) -> None:
         """The backward failed: its finished gradients are not delivered."""
-        self.flow.finished = None
+        self.flow.drop_finished()
 
 
 def _held(container: Any, key: Any) -> Any:

@@ -234,7 +234,8 @@ def apply(template: Template, state: ModelState, *args: Any, **kwargs: Any) -> t
 
     Module buffers that the forward changes come back changed in the new state; those of ``state`` stay as they are.
     Weights that the strategy keeps at rest apart from the main weights (ZeRO-1 and 2, HFSDP) are gathered if ``state``
-    has none, and come back in the new state: hand that one on, and they are gathered once per update.
+    has none, and come back in the new state: hand that one on, and they are gathered once per update. Who changes main
+    weights by hand goes on with :func:`~fsdp_fn.optim.next_version` of the state.
 
     Differentiable with respect to the arguments and to leaves from :func:`with_gradients`. All ranks must call. Eager,
     or inside ``torch.compile(fullgraph=True)``.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp_fn.gradients import GradientShards
+from fsdp_fn.layout import Layout
 from fsdp_fn.packing import copy_packed
 from fsdp_fn.placement import Partial, Replicate, arriving, completing, gradient_placements
 from fsdp_fn.policy import Release
@@ -48,6 +49,7 @@ class GradientFlow:
         self._generation: GradientShards | None = None
         self.finished: GradientShards | None = None
         self.summed: GradientShards | None = None
+        self._completed = False
 
     def arrive(self, grads: Sequence[torch.Tensor | None], *, last_microbatch: bool) -> None:
         """Take the gradients of one call of the unit; calls add up."""
@@ -56,12 +58,12 @@ class GradientFlow:
         copy_packed(grads, packed.views, packed.padding)
         if not self.apart:
             self._finish(packed.flats, self._arriving, self._unit.divisor)
-        elif last_microbatch and self.summed is None:
+        elif not last_microbatch:
+            self._add(packed.flats)
+        elif self.summed is None or self._completed:
             self._finish(packed.flats, self._arriving + self._completing, self._unit.divisor)
         else:
-            self._add(packed.flats)
-            if last_microbatch:
-                self.finish_sum()
+            self.finish_sum(packed.flats)
         packed.free(Release.FREE)
 
     def _add(self, flats: list[torch.Tensor]) -> None:
@@ -73,15 +75,34 @@ class GradientFlow:
         else:
             self._add_reduced(self.summed.flats, flats, self._arriving, self._divisors[0])
 
-    def finish_sum(self) -> None:
-        """Complete what was summed up over microbatches."""
-        assert self.summed is not None
+    def finish_sum(self, more: list[torch.Tensor] | None = None) -> None:
+        """Complete what was summed up over microbatches, with ``more``, the last one's packed gradients.
+
+        The sum itself stays as it was until the backward pass is through: one that fails takes nothing away.
+        """
+        if self.summed is None or self._completed:
+            return
         dtypes = sum_dtypes(self._unit, trainable_segments(self._unit.layout), self._completing)
         device = self._unit.compute_device
         self.settle()
         flats = [flat.to(device, dtype, copy=True) for flat, dtype in zip(self.summed.flats, dtypes, strict=True)]
-        self.summed = None
+        if more is not None:
+            arrived = [torch.empty_like(flat) for flat in flats]
+            reduce_packed(more, arrived, self._unit.axes, self._arriving, self._divisors[0])
+            torch._foreach_add_(flats, arrived)
+        self._completed = True
         self._finish(flats, self._completing, self._divisors[1])
+
+    def take_finished(self) -> GradientShards | None:
+        """The backward pass is through: what it finished, and with it the sum that went into that."""
+        finished, self.finished = self.finished, None
+        if self._completed:
+            self.summed, self._completed = None, False
+        return finished
+
+    def drop_finished(self) -> None:
+        """The backward pass failed: what it finished is nothing; the sum of earlier microbatches is still there."""
+        self.finished, self._completed = None, False
 
     def _finish(self, flats: list[torch.Tensor], steps: Steps, divisor: float) -> None:
         if self.finished is None:
@@ -119,6 +140,15 @@ class GradientFlow:
         return accumulation_buffer(
             self._unit, lambda size, dtype: torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)
         )
+
+    @property
+    def layout(self) -> Layout:
+        """Of the unit whose gradients these are."""
+        return self._unit.layout
+
+    def own_numel(self, position: int) -> int:
+        """Elements of finished trainable tensor ``position`` that are this rank's."""
+        return len(self._unit.main.owned_elements(trainable_tensors(self._unit.layout)[position]))
 
     def free_unused(self) -> None:
         """Give back the bytes of finished gradients that nobody holds."""

@@ -185,4 +185,12 @@ def raise_together(error: Exception | None, axes: Sequence[Axis], device: torch.
         raise RankFault(f"{what} failed on {len(faults)} of {len(reports)} ranks; " + "; ".join(faults))
     rank, _, first = reports[0]
     other, _, text = next(report for report in reports if report[2] != first)
-    raise ValueError(f"{what}: ranks disagree. Rank {rank} has {first}; rank {other} has {text}")
+    here, there = _where_they_differ(first, text)
+    raise ValueError(f"{what}: ranks disagree. Rank {rank} has {here}; rank {other} has {there}")
+
+
+def _where_they_differ(first: str, second: str) -> tuple[str, str]:
+    """The parts of two descriptions, between semicolons, that are not in the other."""
+    parts = first.split("; "), second.split("; ")
+    own = ["; ".join(part for part in mine if part not in other) for mine, other in (parts, parts[::-1])]
+    return own[0] or "no more than that", own[1] or "no more than that"

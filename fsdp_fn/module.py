@@ -259,8 +259,10 @@ def accumulating(module: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for unit in units:
-            unit.delivery.drop_sum()
+        # Of the whole model, also where ``module`` is a part of it: what is left would be of other microbatches.
+        for unit in _live_units:
+            if id(unit.bracket) in brackets:
+                unit.delivery.drop_sum()
         raise
     finally:
         for key, bracket in brackets.items():
@@ -270,8 +272,9 @@ def accumulating(module: nn.Module) -> Iterator[None]:
 def mark_weights_changed(module: nn.Module) -> None:
     """Say that something other than a ``torch.optim`` optimizer wrote the sharded parameters under ``module``.
 
-    The next gather reads them in any case; this lets a backward of an earlier forward be refused, as plain PyTorch
-    would refuse it.
+    For writes that no tensor counts (numpy, a kernel that gets an address). Where a strategy keeps weights at rest,
+    they are gathered again before the next forward, so all ranks must call; elsewhere each gather reads the parameters
+    in any case. A backward of an earlier forward is refused, as plain PyTorch would refuse it.
     """
     for child in module.modules():
         if isinstance(child, FsdpModule):

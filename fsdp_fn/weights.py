@@ -53,10 +53,12 @@ class StandingWeights:
             flats = [flat.detach() for flat in source.segments]
             self.views = tensor_views(source.layout, source.held, flats)
         self.storages = frozenset(flat.untyped_storage()._cdata for flat in flats)
+        # Where ranks hold copies, each of them would change its own.
+        self._counted = flats if any(axis.size > 1 for axis in source.axes) else []
 
     def writes(self) -> int:
-        """Always 0: a change in place is one of the main weights, and stays."""
-        return 0
+        """Changes in place. At one rank 0: there such a change is one of the main weights, and stays."""
+        return sum(flat._version for flat in self._counted)
 
     def acquire(self, phase: Phase) -> int:
         """They are always there."""
@@ -169,8 +171,10 @@ class GatheredWeights:
     def acquire(self, phase: Phase) -> int:
         """Allocate and gather: after a forward that kept a part, within the smaller group."""
         self.buffer.allocate()
+        if phase is Phase.FORWARD and self._kept is not None:
+            self._kept.drop()  # it is of an earlier forward, whose weights may have changed since
         try:
-            if phase is not Phase.FORWARD and self._kept is not None and self._kept.filled:
+            if self._kept is not None and self._kept.filled:
                 return self._kept.gather(self.buffer.nbytes)
             refreshed = self._at_rest.refresh() if self._at_rest is not None and phase is Phase.FORWARD else 0
             self._gather.fill(self._source)

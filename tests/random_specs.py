@@ -26,6 +26,7 @@ BODIES = (
     "one element",
     "one row",
     "no element",
+    "listed",
     "integers",
     "booleans",
     "complex numbers",
@@ -47,8 +48,10 @@ OUTPUTS = (
     "one tensor twice",
     "view",
     "beside the input",
+    "beside a detached one",
 )
 CHECKPOINTS = (None, "reentrant", "non-reentrant")
+BACKWARDS = ("in order", "reversed", "together")
 MOST_CALLS = 16
 KEPT_AS = ("attribute", "list", "dict", "tuple")
 
@@ -134,28 +137,32 @@ class ModelSpec(_Brief):
 
 @dataclass(frozen=True, repr=False)
 class Sharding(_Brief):
-    """``other``: another strategy for the first nested unit. ``precision``: "float32", "float64" or "bfloat16"."""
+    """``other``: another strategy for the first nested unit. ``grouped``: matrices are apart from the rest.
+
+    ``precision``: "float32", "float64", or "bfloat16" for computing in it over float32 main weights.
+    """
 
     path: str
     strategy: str
     other: str | None = None
     reshard: bool | int = True
     release: str = "free"
+    grouped: bool = False
     precision: str = "float32"
     grad_divisor: float = 1.0
 
 
 @dataclass(frozen=True, repr=False)
 class Training(_Brief):
-    """``forwards_first``: all forwards come before the first backward. ``held``: what the optimizer holds.
+    """``backwards``: "after each" forward, "in order" or "reversed" after all of them, or "together", as one.
 
-    ``evaluation``: under which mode; ``evaluated``: "between steps", or "before backward" too.
+    ``held``: what the optimizer holds. ``in_place``: of a functional optimizer's update. ``evaluation``: under which
+    mode; ``evaluated``: "between steps", or "before backward" too.
     """
 
     microbatches: int = 1
     accumulating: bool = True
-    forwards_first: bool = False
-    backwards_reversed: bool = False
+    backwards: str = "after each"
     optimizer: str = "sgd"
     held: str = "parameters"
     foreach: bool = False
@@ -314,6 +321,7 @@ def _draw_sharding(rng: random.Random, world_size: int) -> Sharding:
         other=other if rng.random() < 0.25 else None,
         reshard=reshard,
         release=rng.choice(("free", "free", "poison")),
+        grouped=rng.random() < 0.2,
         precision=rng.choice(("float32",) * 5 + ("float64", "bfloat16")),
         grad_divisor=rng.choice((1.0, 1.0, 1.0, 2.0, 3.0)),
     )
@@ -324,8 +332,9 @@ def _draw_training(rng: random.Random, sharding: Sharding) -> Training:
     return Training(
         microbatches,
         accumulating=rng.random() < 0.6,
-        forwards_first=microbatches > 1 and rng.random() < 0.4,
-        backwards_reversed=rng.random() < 0.5,
+        backwards=rng.choice(("after each", "after each", "after each", *BACKWARDS))
+        if microbatches > 1
+        else "after each",
         # AdamW divides by a gradient's size, and makes much of what rounding makes of a small one.
         optimizer="sgd" if sharding.precision == "bfloat16" else rng.choice(("sgd", "adamw")),
         held=rng.choice(("parameters", "parameters", "flat", "local")),

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from comparison import check_nothing_gathered
 from models import VOCABULARY
 from random_modules import build
-from random_sides import Batch, FunctionalSide, PlainSide, ShardedSide, WrapperSide, as_bytes
+from random_sharded import FunctionalSide, ShardedSide, WrapperSide, as_bytes
+from random_sides import Batch, PlainSide
 from random_specs import NOT_ALL_TRAINED, BranchSpec, Draw, LeafSpec, NodeSpec
 
 STEPS, ROWS = 3, 4
@@ -251,7 +252,7 @@ def same_to_the_bit(draw: Draw) -> bool:
     )
     apart = all(isinstance(node, BranchSpec | LeafSpec) for node in nodes(draw.model.trunk))
     divided = draw.sharding.grad_divisor in (1.0, 2.0)
-    cast = draw.sharding.precision == "bfloat16"
+    cast = draw.sharding.precision == "bfloat16" or draw.training.backwards == "together"
     return draw.world_size == 1 and once and apart and divided and not cast and "reentrant" not in checkpoints(draw)
 
 

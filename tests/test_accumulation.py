@@ -21,6 +21,10 @@ from fsdp_fn.ragged import UnfinishedGradient
 from harness import run_distributed, run_expecting_error
 
 
+class Expert(nn.Linear):
+    pass
+
+
 def model_of(strategy: Any, **options: Any) -> Wrapped:
     """One weight of two by two, over as many ranks: some hold nothing."""
     linear = nn.Linear(2, 2, bias=False)
@@ -92,6 +96,88 @@ def what_zero_grad_drops(name: str, strategy: Any) -> None:
         check_gradient(model, mean() * 100, f"{name}, set_to_none={set_to_none}: dropped before the last")
 
 
+def what_zero_grad_drops_of_plain_shards(name: str, strategy: Any) -> None:
+    for ask in (fsdp_fn.flat_shards, fsdp_fn.local_shards):
+        for set_to_none in (True, False):
+            model = model_of(strategy)
+            found: dict[str, Any] = ask(model.module)
+            shards = [s for value in found.values() for s in (value if isinstance(value, list) else [value])]
+            optimizer = torch.optim.SGD(shards, lr=1.0)
+            with fsdp_fn.accumulating(model.module):
+                backward(model.module, 0)
+                optimizer.zero_grad(set_to_none=set_to_none)
+                backward(model.module, 1)
+            backward(model.module, 2)
+            before = model.weights()["weight"]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            moved = before - model.weights()["weight"]
+            expected = torch.full((2, 2), mean() * 110)
+            torch.testing.assert_close(moved, expected, rtol=1e-5, atol=1e-4, msg=f"{name}, {ask.__name__}: {moved}")
+            backward(model.module, 0)
+            with fsdp_fn.accumulating(model.module):
+                backward(model.module, 1)
+            backward(model.module, 2)
+            before = model.weights()["weight"]
+            optimizer.step()
+            moved = before - model.weights()["weight"]
+            expected = torch.full((2, 2), mean() * 111)
+            torch.testing.assert_close(moved, expected, rtol=1e-5, atol=1e-4, msg=f"{name}, {ask.__name__}: {moved}")
+
+
+class Trap(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("in backward")
+
+
+class Failing(nn.Module):
+    """Backward goes through the second layer, and may raise before the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Expert(2, 2, bias=False), Expert(2, 2, bias=False)
+        for layer in (self.first, self.second):
+            nn.init.eye_(layer.weight)
+
+    def forward(self, x: torch.Tensor, fail: bool) -> torch.Tensor:
+        y = self.first(x)
+        return self.second(Trap.apply(y) if fail else y)
+
+
+def a_last_backward_that_fails(name: str, strategy: Any) -> None:
+    model = Wrapped.of(Failing(), (Expert,), mesh=mesh_for(strategy), placements=strategy)
+
+    def run(microbatch: int, fail: bool = False) -> None:
+        model.module(torch.full((1, 2), (dist.get_rank() + 1) * 10.0**microbatch), fail).sum().backward()
+
+    with fsdp_fn.accumulating(model.module):
+        run(0)
+        run(1)
+    with pytest.raises(ArithmeticError):
+        run(2, fail=True)
+    run(2)
+    for key in ("first.weight", "second.weight"):
+        found = model.gradients()[key]
+        torch.testing.assert_close(found, torch.full((2, 2), mean() * 111), rtol=1e-6, atol=0.0, msg=f"{name}: {key}")
+
+
+def a_failed_window_gives_back_what_was_there(name: str, strategy: Any) -> None:
+    model = model_of(strategy)
+    backward(model.module, 0)
+    with contextlib.suppress(KeyError), fsdp_fn.accumulating(model.module):
+        backward(model.module, 1)
+        raise KeyError
+    apart = model.module._fsdp_unit.flow.apart
+    check_gradient(model, mean() * (1 if apart else 11), name)
+
+
 def twice_in_each_microbatch(name: str, strategy: Any) -> None:
     model = model_of(strategy)
 
@@ -124,10 +210,6 @@ def divided(name: str, strategy: Any) -> None:
         backward(model.module, 0)
     backward(model.module, 1)
     check_gradient(model, mean() * 11 / 4, name)
-
-
-class Expert(nn.Linear):
-    pass
 
 
 class Optional(nn.Module):
@@ -164,6 +246,9 @@ def a_unit_that_the_last_microbatch_leaves_out(name: str, strategy: Any) -> None
     "check",
     [
         a_unit_that_the_last_microbatch_leaves_out,
+        what_zero_grad_drops_of_plain_shards,
+        a_last_backward_that_fails,
+        a_failed_window_gives_back_what_was_there,
         every_backward_is_the_last,
         only_the_last_completes,
         what_zero_grad_drops,

@@ -19,7 +19,7 @@ from strategies import Wrapped, assembled_gradients, mesh_for, strategies_for
 from torch import nn
 
 import fsdp_fn
-from harness import run_distributed
+from harness import run_distributed, run_expecting_error
 
 ORDERS = (2.0, 1.0, math.inf, 3.5)
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -157,6 +157,38 @@ def clip_in_low_precision() -> None:
 
 def test_low_precision_gradients_are_scaled_by_a_norm_taken_in_a_wider_dtype() -> None:
     run_distributed(2, clip_in_low_precision)
+
+
+def clip_where_a_rank_holds_nothing() -> None:
+    for name, strategy in strategies_for(dist.get_world_size()).items():
+        plain = build(lambda: nn.Linear(4, 1)).double()
+        model = Wrapped.of(copy.deepcopy(plain), (), mesh=mesh_for(strategy), placements=strategy)
+        x = inputs().double()
+        plain(x).sum().backward()
+        model.module(x).sum().backward()
+        grads = [grad for grad in reference_gradients(plain).values() if grad is not None]
+        found = fsdp_fn.clip_grad_norm_(model.module, 0.5)
+        check_equal(found, torch.nn.utils.get_total_norm(grads), name, rtol=1e-12, atol=0.0)
+
+
+def test_ranks_without_elements_reduce_in_the_others_dtype(world_size: int) -> None:
+    run_distributed(world_size, clip_where_a_rank_holds_nothing)
+
+
+def clip_on_axes_apart() -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model = uneven()
+    fsdp_fn.fully_shard(model[0], mesh["a"])
+    fsdp_fn.fully_shard(model, mesh["b"])
+    loss_of(model).backward()
+    fsdp_fn.clip_grad_norm_(model, 1.0)
+
+
+def test_units_on_axes_of_which_none_has_all_ranks_are_refused() -> None:
+    for error in run_expecting_error(4, clip_on_axes_apart):
+        assert isinstance(error, ValueError)
+        assert "'a'" in str(error)
+        assert "'b'" in str(error)
 
 
 @pytest.mark.parametrize("order", [0.0, -1.0, -math.inf, math.nan])

@@ -57,6 +57,32 @@ def test_training_is_the_same_whatever_is_kept(path: str, kept: bool | int, insi
     run_distributed(4, compare, path, kept, inside)
 
 
+def stale_part() -> None:
+    """What a forward kept whose graph was dropped is not what a later step's recomputation reads."""
+    plain = build(lambda: network("reentrant"))
+    for kept in (True, False, 2, 4):
+        policy = fsdp_fn.SchedulePolicy(reshard_after_forward=kept)
+        model = Wrapped.of(copy.deepcopy(plain), (Block,), policy=policy)
+        model.module(vectors(1))  # its graph is dropped
+        with torch.no_grad():
+            for parameter in model.module.parameters():
+                parameter.mul_(0.5)
+        reference = copy.deepcopy(plain)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.mul_(0.5)
+        for one in (model.module, reference):
+            x = vectors(dist.get_rank(), requires_grad=True)
+            torch.utils.checkpoint.checkpoint(one, x, use_reentrant=True).square().sum().backward()
+        for key, grad in reference_gradients(reference).items():
+            assert grad is not None
+            check_equal(model.gradients()[key], grad, f"kept {kept}: {key}", **CLOSE)
+
+
+def test_a_part_that_was_kept_is_never_taken_for_weights_of_a_later_step() -> None:
+    run_distributed(4, stale_part)
+
+
 def count_gathers(kept: bool | int) -> dict[str, tuple[int, int]]:
     """Bytes that this rank's gathers of the first block moved in forward and in backward, and bytes kept between."""
     policy = fsdp_fn.SchedulePolicy(reshard_after_forward=kept)

@@ -134,6 +134,28 @@ def test_so_do_the_other_strategies(strategy: fsdp_fn.Placements) -> None:
     run_distributed(4, train, strategy, "whole mesh", None)
 
 
+def clip_with_a_root_over_both_axes() -> None:
+    whole = mesh()
+    plain = build(Network)
+    model = distributed(copy.deepcopy(plain), whole)
+    for layer in model.layers:
+        fsdp_fn.fully_shard(layer, whole["data"])
+    fsdp_fn.fully_shard(model, whole, placements=(fsdp_fn.zero3(axis="data"), fsdp_fn.zero3(axis="tensor")))
+    x = inputs(0)
+    model(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    for parameter in plain.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    check_equal(fsdp_fn.clip_grad_norm_(model, 0.5), expected, "norm", rtol=1e-5, atol=1e-6)
+
+
+def test_a_norm_counts_each_element_once_where_the_root_is_sharded_over_both_axes() -> None:
+    run_distributed(4, clip_with_a_root_over_both_axes)
+
+
 def layer_on(part: DeviceMesh, placement: Shard | Replicate, rows: int = 4) -> nn.Linear:
     layer = nn.Linear(4, rows, bias=False)
     layer.weight = nn.Parameter(distribute_tensor(torch.ones(rows, 4), part, [placement]))

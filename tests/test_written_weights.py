@@ -180,6 +180,18 @@ def test_so_it_is_where_the_weights_stand() -> None:
         assert isinstance(error, RuntimeError)
 
 
+def renormalise_in_forward() -> None:
+    model = fsdp_fn.fully_shard(nn.Embedding(5, 3, max_norm=0.1), placements=fsdp_fn.ddp())
+    with torch.no_grad():
+        model(torch.tensor([dist.get_rank()]))
+
+
+def test_a_weight_of_which_ranks_hold_copies_is_not_changed_in_forward() -> None:
+    for error in run_expecting_error(2, renormalise_in_forward):
+        assert isinstance(error, RuntimeError)
+        assert "changed a weight in place" in str(error)
+
+
 def gather_once_a_step() -> None:
     """Weights at rest are made once after an update, whatever the number of microbatches."""
     model = Wrapped.of(build(Small), (Block,), mesh=mesh_for(fsdp_fn.zero2()), placements=fsdp_fn.zero2()).module
