@@ -247,7 +247,8 @@ def accumulating(module: nn.Module) -> Iterator[None]:
     """Backward passes inside are of microbatches that are not a step's last: gradients are left as the strategy sums
     them (``Placements.gradient``). The first backward outside completes them; an optimizer's step before is refused.
 
-    ``module``: the outermost wrapped one, or one above. Where the body raises, what was summed up is dropped.
+    ``module``: the outermost wrapped one, or one above. Where the body raises, sums that are not complete are dropped;
+    what a strategy completes with each microbatch is in ``.grad`` already, and stays there, as in plain PyTorch.
     """
     units = [child._fsdp_unit for child in module.modules() if isinstance(child, FsdpModule)]
     brackets = {id(unit.bracket): unit.bracket for unit in units}
