@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from random_modules import Leaf
 from random_sides import Batch, Side, Tensors, loss_of, torch_optimizer
 from random_specs import Draw
 from strategies import assembled, mesh_for, strategies_for
@@ -69,6 +70,16 @@ class ShardedSide(Side):
     @abstractmethod
     def buffers(self) -> Tensors:
         """Module buffers."""
+
+    @abstractmethod
+    def root(self) -> nn.Module:
+        """The model, or its template's."""
+
+    def forget_kept(self) -> None:
+        """Drop the losses that leaves keep."""
+        for module in self.root().modules():
+            if isinstance(module, Leaf):
+                module.kept = None
 
     def weights(self) -> dict[str, Part]:
         """Main weights, by full name."""
@@ -158,6 +169,9 @@ class WrapperSide(ShardedSide):
 
     def buffers(self) -> Tensors:
         return dict(self.module.named_buffers())
+
+    def root(self) -> nn.Module:
+        return self.module
 
     def _wrapped(self) -> Iterator[tuple[str, Any]]:
         for path, module in self.module.named_modules():
@@ -254,6 +268,9 @@ class FunctionalSide(ShardedSide):
 
     def buffers(self) -> Tensors:
         return self.state.buffers
+
+    def root(self) -> nn.Module:
+        return self.template.module
 
 
 def _owns_any(model: nn.Module, name: str, units: list[str]) -> bool:

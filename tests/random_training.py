@@ -7,6 +7,7 @@ tensor that it holds with the reference's; at the end full weights are put toget
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import re
 import traceback
@@ -23,6 +24,9 @@ from random_modules import build
 from random_sharded import FunctionalSide, ShardedSide, WrapperSide, as_bytes
 from random_sides import Batch, PlainSide
 from random_specs import NOT_ALL_TRAINED, BranchSpec, Draw, LeafSpec, NodeSpec
+
+from fsdp_fn import Release
+from fsdp_fn.runtime import ResizedBuffer
 
 STEPS, ROWS = 3, 4
 TOLERANCES = {"float32": (1e-4, 1e-5), "float64": (1e-9, 1e-10), "bfloat16": (3e-2, 3e-3)}
@@ -50,8 +54,27 @@ def train_all(draws: Sequence[Draw], report: Path) -> None:
     for draw in draws:
         _write(report, Outcome(draw.seed, "begun"))
         everywhere: list[Outcome] = [Outcome(draw.seed, "begun")] * dist.get_world_size()
-        dist.all_gather_object(everywhere, attempt(draw))
+        outcome = attempt(draw)
+        left = _free_what_is_left()
+        if left and outcome.kind == "trained":
+            outcome = Outcome(draw.seed, "failed", f"{left} buffers of weights or gradients outlive their model")
+        dist.all_gather_object(everywhere, outcome)
         _write(report, _together(everywhere))
+
+
+def _free_what_is_left() -> int:
+    """How many buffers there still are; their bytes are given back, so that the next draw does not meet them."""
+    gc.collect()
+    left = [value for value in gc.get_objects() if type(value) is ResizedBuffer]
+    new = [buffer for buffer in left if id(buffer) not in _known]
+    for buffer in new:
+        buffer.free(Release.FREE)
+        _known[id(buffer)] = buffer
+    return len(new)
+
+
+_known: dict[int, ResizedBuffer] = {}
+"""Buffers that outlived earlier draws, kept so that no other has their ``id``."""
 
 
 def _write(report: Path, outcome: Outcome) -> None:
@@ -109,6 +132,9 @@ class Beside:
                 ours, plain = self.inputs()
                 self.compare(self.ours.evaluate(ours), self.plain.evaluate(plain), f"forward after step {step}")
         self.compare_all_weights()
+        if checkpoints(self.draw):
+            # In plain PyTorch too, a checkpoint's graph holds the module, which would hold the graph.
+            self.ours.forget_kept()
         return self.problems
 
     def step(self, label: str) -> None:
@@ -137,7 +163,9 @@ class Beside:
                 self.problems.append(f"{label}: {error}")
         self.compare_gradients(label)
         if training.clip is not None:
-            self.compare(self.ours.clip(training.clip), self.plain.clip(training.clip), f"{label}: norm")
+            # In plain PyTorch the norm of no gradients at all is a float32.
+            norm = self.ours.clip(training.clip)
+            self.compare(norm, self.plain.clip(training.clip).to(norm.dtype), f"{label}: norm")
         self.ours.step()
         self.plain.step()
         for name, part in self.ours.weights().items():
