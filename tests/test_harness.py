@@ -7,6 +7,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from harness import DistributedFailure, DistributedTimeout, run_distributed, run_expecting_error
 
@@ -81,6 +83,14 @@ def sum_over_a_new_group() -> float:
     total = torch.ones(())
     dist.all_reduce(total, group=group)
     return total.item()
+
+
+def matrix_with_both_dims_sharded(groups_before: int) -> torch.Tensor:
+    for _ in range(groups_before):
+        dist.new_group()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    value = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0), Shard(1)])
+    return (value * 2).full_tensor()
 
 
 def return_a_lambda() -> object:
@@ -205,6 +215,13 @@ def test_a_group_that_one_rank_left_behind_does_not_reach_the_next_call() -> Non
     run_distributed(2, leave_a_group_that_only_rank_0_made)
 
     assert run_distributed(2, sum_over_a_new_group) == [2.0, 2.0]
+
+
+def test_a_mesh_of_an_earlier_call_is_not_met_again() -> None:
+    wanted = torch.arange(12.0).view(4, 3) * 2
+    for groups_before in (2, 0):
+        for result in run_distributed(4, matrix_with_both_dims_sharded, groups_before):
+            assert torch.equal(result, wanted)
 
 
 def test_a_function_without_an_importable_name_is_refused() -> None:

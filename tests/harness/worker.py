@@ -23,6 +23,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from harness.messages import Call, Raised, Returned, receive, send
 
@@ -76,6 +77,8 @@ def _renew_process_group(store: dist.Store, rank: int, world_size: int) -> None:
     # group names and counters that differ between ranks, and groups that a test made end with the old one.
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Meshes of equal shape and names are equal: torch's caches would answer with one whose groups have ended.
+    _clear_sharding_prop_cache()
     gc.collect()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
 
