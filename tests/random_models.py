@@ -31,19 +31,23 @@ def outcomes_of(draws: Sequence[Draw]) -> Iterator[Outcome]:
     waiting = list(draws)
     while waiting:
         now = waiting[:TOGETHER]
-        failure = ""
+        failure: DistributedFailure | None = None
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "outcomes"
             try:
                 run_distributed(now[0].world_size, train_all, now, report, timeout=30.0 + SECONDS_EACH * len(now))
             except DistributedFailure as error:
-                failure = str(error)
+                failure = error
             lines = report.read_text().splitlines() if report.exists() else []
         told = [Outcome(**json.loads(line)) for line in lines]
-        ended = [outcome for outcome in told if outcome.kind != "begun"]
+        ended = [outcome for outcome in told if outcome.kind not in ("begun", "failing")]
         yield from ended
-        if failure:
-            ended.append(Outcome(now[len(ended)].seed, "failed", failure))
+        if failure is not None:
+            if len(ended) == len(now):
+                raise failure
+            seed = now[len(ended)].seed
+            errors = [outcome.text for outcome in told if outcome.kind == "failing" and outcome.seed == seed]
+            ended.append(Outcome(seed, "failed", "\n".join([*errors, str(failure)])))
             yield ended[-1]
         waiting = waiting[len(ended) :]
 

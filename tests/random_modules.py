@@ -71,9 +71,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def take(value: Any, which: str) -> Tensor:
-    """The first or last tensor in ``value``, or the sum of all."""
+    """The first or last tensor in ``value``, or the mean of all."""
     found = tensors_in(value)
-    return found[0] if which == "first" else found[-1] if which == "last" else sum(found[1:], found[0])
+    return found[0] if which == "first" else found[-1] if which == "last" else sum(found[1:], found[0]) / len(found)
 
 
 class Leaf(nn.Module):
@@ -110,7 +110,7 @@ class Branch(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(children)
         self.calls, self.output, self.inside = spec.calls, spec.output, spec.inside
-        self.scale = nn.Parameter(torch.rand(width) + 0.5) if spec.scaled else None
+        self.scale = nn.Parameter(torch.rand(width) + 0.25) if spec.scaled else None
 
     def forward(self, x: Tensor, turn: int) -> Any:
         return pack(maybe_checkpoint(partial(self.run, turn=turn), x, self.inside), x, self.output)
@@ -130,8 +130,8 @@ class Branch(nn.Module):
 
         y = maybe_checkpoint(run, value.detach() if call.detached else value, call.around)
         if call.in_place:
-            y.mul_(1.25)
-        return {"next": y, "added": 0.5 * value + y, "dropped": value}[call.result]
+            y.mul_(0.75)
+        return {"next": y, "added": 0.5 * (value + y), "dropped": value}[call.result]
 
 
 class Root(nn.Module):

@@ -48,7 +48,9 @@ class ShardedSide(Side):
         return {
             "mesh": mesh_for(strategy),
             "placements": strategy,
-            "policy": fsdp_fn.SchedulePolicy(reshard_after_forward=sharding.reshard, release=sharding.release),
+            "policy": fsdp_fn.SchedulePolicy(
+                reshard_after_forward=sharding.reshard, release=fsdp_fn.Release(sharding.release)
+            ),
             "precision": fsdp_fn.PrecisionPolicy(compute_dtype=compute),
             "grad_divisor": sharding.grad_divisor,
             "group_of": _matrices_apart if sharding.grouped else None,

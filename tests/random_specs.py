@@ -322,7 +322,7 @@ def _draw_sharding(rng: random.Random, world_size: int) -> Sharding:
         reshard=reshard,
         release=rng.choice(("free", "free", "poison")),
         grouped=rng.random() < 0.2,
-        precision=rng.choice(("float32",) * 5 + ("float64", "bfloat16")),
+        precision=rng.choice(("float32",) * 4 + ("float64",) * 2 + ("bfloat16",)),
         grad_divisor=rng.choice((1.0, 1.0, 1.0, 2.0, 3.0)),
     )
 

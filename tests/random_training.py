@@ -29,7 +29,7 @@ from fsdp_fn import Release
 from fsdp_fn.runtime import ResizedBuffer
 
 STEPS, ROWS = 3, 4
-TOLERANCES = {"float32": (1e-4, 1e-5), "float64": (1e-9, 1e-10), "bfloat16": (3e-2, 3e-3)}
+TOLERANCES = {"float32": (5e-4, 1e-5), "float64": (1e-9, 1e-10), "bfloat16": (3e-2, 3e-3)}
 SIDES: dict[str, type[WrapperSide] | type[FunctionalSide]] = {"wrapper": WrapperSide, "functional": FunctionalSide}
 
 REFUSALS = (
@@ -42,7 +42,9 @@ REFUSALS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """``kind``: "begun", "trained", "refused", "void" (plain PyTorch refuses it) or "failed"; ``text``: why."""
+    """``kind``: "trained", "refused", "void" (plain PyTorch refuses it) or "failed"; before that "begun", and "failing"
+    on a rank. ``text``: why.
+    """
 
     seed: int
     kind: str
@@ -50,16 +52,23 @@ class Outcome:
 
 
 def train_all(draws: Sequence[Draw], report: Path) -> None:
-    """Train each of ``draws``; rank 0 appends outcomes to ``report``, one a line, as they come."""
+    """Train each of ``draws``; outcomes are appended to ``report``, one a line, as they come.
+
+    Rank 0 writes what became of each on all ranks; but a rank's error comes first, for it may leave the others waiting.
+    """
     for draw in draws:
-        _write(report, Outcome(draw.seed, "begun"))
+        if dist.get_rank() == 0:
+            _write(report, Outcome(draw.seed, "begun"))
         everywhere: list[Outcome] = [Outcome(draw.seed, "begun")] * dist.get_world_size()
         outcome = attempt(draw)
         left = _free_what_is_left()
         if left and outcome.kind == "trained":
             outcome = Outcome(draw.seed, "failed", f"{left} buffers of weights or gradients outlive their model")
+        if outcome.kind == "failed":
+            _write(report, Outcome(draw.seed, "failing", f"rank {dist.get_rank()}: {outcome.text}"))
         dist.all_gather_object(everywhere, outcome)
-        _write(report, _together(everywhere))
+        if dist.get_rank() == 0:
+            _write(report, _together(everywhere))
 
 
 def _free_what_is_left() -> int:
@@ -78,9 +87,8 @@ _known: dict[int, ResizedBuffer] = {}
 
 
 def _write(report: Path, outcome: Outcome) -> None:
-    if dist.get_rank() == 0:
-        with report.open("a") as file:
-            file.write(json.dumps(asdict(outcome)) + "\n")
+    with report.open("a") as file:
+        file.write(json.dumps(asdict(outcome)) + "\n")
 
 
 def _together(outcomes: list[Outcome]) -> Outcome:
@@ -121,13 +129,12 @@ class Beside:
         model, units = build(draw.model, draw.seed, torch.float64 if precision == "float64" else torch.float32)
         self.plain = PlainSide(draw, copy.deepcopy(model))
         self.ours: ShardedSide = SIDES[draw.sharding.path](draw, model, units)
-        self.exact = same_to_the_bit(draw)
         self.releases = draw.sharding.release == "free" and releases_all(draw)
 
     def train(self) -> list[str]:
         """All steps, and a forward after each; what differed."""
         for step in range(STEPS):
-            self.step(f"step {step}")
+            self.step(step)
             if self.draw.training.evaluation is not None:
                 ours, plain = self.inputs()
                 self.compare(self.ours.evaluate(ours), self.plain.evaluate(plain), f"forward after step {step}")
@@ -137,8 +144,9 @@ class Beside:
             self.ours.forget_kept()
         return self.problems
 
-    def step(self, label: str) -> None:
+    def step(self, number: int) -> None:
         """One step of both sides."""
+        label = f"step {number}"
         training = self.draw.training
         pairs = [self.inputs() for _ in range(training.microbatches)]
         ours, plain = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -150,18 +158,18 @@ class Beside:
         except RuntimeError as error:
             raise _PlainRefuses(str(error)) from error
         found = self.ours.train(ours, between[0])
-        for number, (value, other) in enumerate(zip(found, wanted, strict=True)):
-            self.compare(value, other, f"{label}: result {number} of forward")
+        for index, (value, other) in enumerate(zip(found, wanted, strict=True)):
+            self.compare(value, other, f"{label}: result {index} of forward")
             if value.requires_grad != other.requires_grad and not self.ours.by_steps:
-                self.problems.append(f"{label}: result {number} of forward requires a gradient: {value.requires_grad}")
-        for number, (one, other) in enumerate(zip(ours, plain, strict=True)):
-            self.compare(one.x.grad, other.x.grad, f"{label}: gradient of input {number}")
+                self.problems.append(f"{label}: result {index} of forward requires a gradient: {value.requires_grad}")
+        for index, (own, given) in enumerate(zip(ours, plain, strict=True)):
+            self.compare(own.x.grad, given.x.grad, f"{label}: gradient of input {index}")
         if self.releases:
             try:
                 check_nothing_gathered()
             except AssertionError as error:
                 self.problems.append(f"{label}: {error}")
-        self.compare_gradients(label)
+        self.compare_gradients(label, exact=number == 0 and same_to_the_bit(self.draw))
         if training.clip is not None:
             # In plain PyTorch the norm of no gradients at all is a float32.
             norm = self.ours.clip(training.clip)
@@ -193,7 +201,7 @@ class Beside:
             Batch(x.clone().requires_grad_(wanted), self.turn),
         )
 
-    def compare_gradients(self, label: str) -> None:
+    def compare_gradients(self, label: str, *, exact: bool) -> None:
         """Finished gradients. Where ours are zeros and plain PyTorch has none, it gets zeros as well."""
         found = self.ours.gradients()
         reached = self.plain.average({name: part.value is not None for name, part in found.items()})
@@ -209,7 +217,7 @@ class Beside:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 wanted = self.piece(parameter.grad, part.elements)
-                self.compare(part.value, wanted, f"{label}: gradient of {name}", exact=self.exact)
+                self.compare(part.value, wanted, f"{label}: gradient of {name}", exact=exact)
 
     def compare_buffers(self, label: str) -> None:
         """Module buffers; in the functional path a recomputation changes copies, in plain PyTorch the buffers."""
@@ -271,14 +279,18 @@ def checkpoints(draw: Draw) -> set[str]:
 
 
 def same_to_the_bit(draw: Draw) -> bool:
-    """Whether gradients are sums of the same numbers in the same order as plain PyTorch's, and divided exactly."""
+    """Whether first gradients are sums of the same numbers in the same order as plain PyTorch's, divided exactly."""
     branches = [node for node in nodes(draw.model.trunk) if isinstance(node, BranchSpec)]
     once = all(
         max(call.times) <= 1 and [other.child for other in branch.calls].count(call.child) == 1
         for branch in branches
         for call in branch.calls
     )
-    apart = all(isinstance(node, BranchSpec | LeafSpec) for node in nodes(draw.model.trunk))
+    # A weight is stored by rows here, which other kernels multiply than those for a transposed one.
+    apart = all(
+        isinstance(node, BranchSpec) or (isinstance(node, LeafSpec) and node.body != "transposed")
+        for node in nodes(draw.model.trunk)
+    )
     divided = draw.sharding.grad_divisor in (1.0, 2.0)
     cast = draw.sharding.precision == "bfloat16" or draw.training.backwards == "together"
     return draw.world_size == 1 and once and apart and divided and not cast and "reentrant" not in checkpoints(draw)
