@@ -4,6 +4,7 @@ Three ways in: the wrapper (``fully_shard`` and a normal optimizer), the functio
 ``value_and_grad`` and functional optimizers), and the primitives that both are made of.
 """
 
+from fsdp_fn.agreement import RankDivergence
 from fsdp_fn.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -89,6 +90,7 @@ __all__ = [
     "Placements",
     "PlaneKind",
     "PrecisionPolicy",
+    "RankDivergence",
     "RankFault",
     "Release",
     "Replicate",

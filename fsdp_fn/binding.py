@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_fn.agreement import AgreedUnit
 from fsdp_fn.bracket import Unit
 from fsdp_fn.collectives import reduce_scatter
 from fsdp_fn.layout import Layout
@@ -36,6 +37,7 @@ class UnitTemplate:
     layout: Layout
     setting: Setting
     gather_functions: dict[tuple[bool, bool], type[torch.autograd.Function]]
+    agreed: AgreedUnit | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +76,7 @@ class BoundUnit(Unit):
             template.setting.policy,
             self._leaves.segments,
             owned.tops,
+            template.agreed,
         )
 
     def deliver(self, grads: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:

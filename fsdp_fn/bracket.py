@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_fn.agreement import AgreedUnit
 from fsdp_fn.boundary import Close, open_of
 from fsdp_fn.containers import cast_floating, map_tensors
 from fsdp_fn.escapes import (
@@ -39,7 +40,7 @@ from fsdp_fn.events import Action
 from fsdp_fn.passes import BackwardPass, Bracket, UnitCall, in_backward
 from fsdp_fn.planes import Phase
 from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
-from fsdp_fn.weights import Weights
+from fsdp_fn.weights import Sent, Weights
 
 Slot = tuple[Any, Any, int]
 """Where a weight stands: a module's ``_parameters`` (or a list or dict that it keeps), its name in it, its index in the
@@ -47,6 +48,15 @@ unit's layout."""
 
 Top = tuple[dict[str, Any], str, Any]
 """A module's attributes, one of them, and the container of slots that it holds; a forward may put another there."""
+
+
+REDUCTION, PARTIAL_REDUCTION = "the reduction", "the reduction before the last microbatch"
+
+_GATHERS = {
+    (phase, sent): f"the gather {'' if sent is Sent.WEIGHTS else 'of changed weights '}for {phase.value}"
+    for phase in Phase
+    for sent in Sent
+}
 
 
 class Unit(ABC):
@@ -71,8 +81,10 @@ class Unit(ABC):
         policy: SchedulePolicy,
         shards: tuple[torch.Tensor, ...] = (),
         tops: Sequence[Top] = (),
+        agreed: AgreedUnit | None = None,
     ) -> None:
         self.rename(name)
+        self.agreed = agreed
         self.tops = tuple(tops)
         self.slots = tuple(slots)
         self.resting = tuple(resting)
@@ -306,6 +318,8 @@ class Unit(ABC):
         self._log(Phase.BACKWARD, Action.COMPUTE, call.opened_at)
         started = time.perf_counter()
         try:
+            if self.differentiable:
+                self.agree(REDUCTION if self.bracket.last_microbatch else PARTIAL_REDUCTION)
             with torch.no_grad():
                 shard_grads = self.deliver(grads)
         finally:
@@ -335,6 +349,8 @@ class Unit(ABC):
             # What forward left for backward may be older than the main weights: another forward gathers again.
             if not kept or phase is Phase.FORWARD:
                 started = time.perf_counter()
+                if self.agreed is not None and (sent := self.weights.sends(phase)) is not None:
+                    self.agree(_GATHERS[phase, sent])
                 with torch.no_grad():
                     transferred = self.weights.acquire(phase)
                 self._log(phase, Action.GATHER, started, transferred)
@@ -374,6 +390,11 @@ class Unit(ABC):
         for attributes, name, container in self.tops:
             attributes[name] = container
         self._installed = tensors
+
+    def agree(self, what: str) -> None:
+        """Before something is sent: RankDivergence where other ranks are at something else."""
+        if self.agreed is not None:
+            self.agreed.check(what, self.label)
 
     def _log(self, phase: Phase, action: Action, started: float, transferred: int = 0) -> None:
         if self.bracket.log is not None:

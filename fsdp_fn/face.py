@@ -149,6 +149,7 @@ class ShardedUnit(Unit):
     def complete_sum(self) -> None:
         """Complete the sum of a unit that the last microbatch did not use, or only before others completed it."""
         if self.flow.summed is not None:
+            self.agree("the completed reduction")
             self.delivery.before_arrival()
             with torch.no_grad():
                 self.flow.finish_sum()

@@ -128,7 +128,10 @@ def shard(
         fault = error
     raise_together(fault, axes, device, agreed, f"shard({type(model).__name__})")
     assert made is not None
-    return made
+    template, state = made
+    # Once all ranks have made theirs: a unit's place among those that ranks agree on is the same on all.
+    agreed_units = tuple(dataclasses.replace(unit, agreed=unit.setting.agreed_unit()) for unit in template.units)
+    return dataclasses.replace(template, units=agreed_units), state
 
 
 def _shard(

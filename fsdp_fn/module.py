@@ -35,6 +35,7 @@ from fsdp_fn.ragged import RaggedTensor, UnfinishedGradient, restore_optimizer_s
 from fsdp_fn.state import UnitState
 from fsdp_fn.units import (
     OwnedParameters,
+    Setting,
     check_parameters,
     check_references,
     describe_layout,
@@ -149,7 +150,7 @@ def fully_shard(
         fault = error
     raise_together(fault, axes, device, agreed, f"fully_shard({name})")
     assert prepared is not None
-    _commit(module, owned, prepared)
+    _commit(module, owned, prepared, setting)
     return module
 
 
@@ -185,7 +186,7 @@ def _owned(module: nn.Module, name: str, device_type: str, data_parallel: Sequen
     return owned
 
 
-def _commit(module: nn.Module, owned: OwnedParameters, sharded: ShardedUnit) -> None:
+def _commit(module: nn.Module, owned: OwnedParameters, sharded: ShardedUnit, setting: Setting) -> None:
     """Change the module; nothing here can fail half-way."""
     for index, (path, parameter) in enumerate(zip(owned.names, owned.parameters, strict=True)):
         _sharded_originals[parameter] = (weakref.ref(sharded), index, f"{path!r} of {type(module).__name__}")
@@ -193,6 +194,7 @@ def _commit(module: nn.Module, owned: OwnedParameters, sharded: ShardedUnit) -> 
         parameters[name] = sharded.parameters[index]
     module.__dict__["_fsdp_unit"] = sharded
     module.__class__ = _wrapped_class(cast(Any, type(module)))
+    sharded.agreed = setting.agreed_unit()
     _live_units.add(sharded)
     _lead_to_units(module)
     for path, child in module.named_modules():

@@ -38,12 +38,16 @@ class SchedulePolicy:
     ``offload``: main weights, finished gradients and with them the optimizer's state live in the host's pinned memory;
     what compute reads is copied from there and gathered on the device.
 
+    ``divergence_timeout``: seconds after which a rank that came to another unit than the others raises
+    :class:`~fsdp_fn.agreement.RankDivergence`.
+
     ``release``: see :class:`Release`.
     """
 
     reshard_after_forward: bool | int = True
     unshard_all_planes_in_backward: bool = False
     offload: bool = False
+    divergence_timeout: float = 600.0
     release: Release = Release.FREE
 
     def __post_init__(self) -> None:
@@ -54,6 +58,9 @@ class SchedulePolicy:
                 "SchedulePolicy.reshard_after_forward: expected True, False or a group size of at least 1, got "
                 f"{kept!r}"
             )
+        seconds: object = self.divergence_timeout
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise ValueError(f"SchedulePolicy.divergence_timeout: expected seconds above 0, got {seconds!r}")
         for name in ("unshard_all_planes_in_backward", "offload"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"SchedulePolicy.{name}: expected True or False, got {getattr(self, name)!r}")

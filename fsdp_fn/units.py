@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_fn.agreement import AgreedUnit, agreed_unit
 from fsdp_fn.bracket import Slot, Top
 from fsdp_fn.escapes import held_parameters
 from fsdp_fn.groups import axes_of, mesh_device, raise_together, strategy_on
@@ -160,6 +161,11 @@ class Setting:
     policy: SchedulePolicy
     grad_divisor: float
     device: torch.device
+
+    def agreed_unit(self) -> AgreedUnit | None:
+        """A unit of this setting, known to all of its ranks: they all must call, in the same order of units."""
+        ranks = self.mesh.mesh.flatten().tolist()
+        return agreed_unit(self.axes, ranks, self.device, self.policy.divergence_timeout)
 
     def describe(self) -> str:
         """What ranks must have in common."""

@@ -9,6 +9,7 @@ backward from what a smaller group kept after forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -23,6 +24,13 @@ from fsdp_fn.runtime import LastingBuffer, ResizedBuffer
 from fsdp_fn.state import Axis, Buffer, UnitState, needs_planes, piece_of
 
 
+class Sent(Enum):
+    """What an acquisition sends: the weights, or planes at rest first, because main weights changed."""
+
+    WEIGHTS = "weights"
+    CHANGED_WEIGHTS = "changed weights"
+
+
 class Weights(Protocol):
     """Full weights of a unit: one view per tensor of its layout."""
 
@@ -32,6 +40,9 @@ class Weights(Protocol):
 
     def writes(self) -> int:
         """How often the full weights were changed in place where such a change would be lost."""
+
+    def sends(self, phase: Phase) -> Sent | None:
+        """What the next ``acquire`` will send to other ranks, if anything."""
 
     def acquire(self, phase: Phase) -> int:
         """Have the weights; the bytes of the buffers that were gathered into."""
@@ -59,6 +70,10 @@ class StandingWeights:
     def writes(self) -> int:
         """Changes in place. At one rank 0: there such a change is one of the main weights, and stays."""
         return sum(flat._version for flat in self._counted)
+
+    def sends(self, phase: Phase) -> Sent | None:
+        """Nothing."""
+        return None
 
     def acquire(self, phase: Phase) -> int:
         """They are always there."""
@@ -109,6 +124,11 @@ class AtRest:
         self._changes = changes
         self._made_of: tuple[int, int] | None = None
 
+    @property
+    def sends(self) -> bool:
+        """Whether the next refresh will gather."""
+        return bool(self._gather.stages) and self._changes.copied() != self._made_of
+
     def refresh(self) -> int:
         """Gather them again if the main weights changed; the bytes of the buffer that was gathered into."""
         now = self._changes.copied()
@@ -133,6 +153,10 @@ class ResidentWeights:
     def writes(self) -> int:
         """How often they were changed in place; such changes do not reach the shards."""
         return self._at_rest.buffer.writes()
+
+    def sends(self, phase: Phase) -> Sent | None:
+        """Something, if they changed."""
+        return Sent.CHANGED_WEIGHTS if phase is Phase.FORWARD and self._at_rest.sends else None
 
     def acquire(self, phase: Phase) -> int:
         """Bring them up to date before a forward; later phases compute with what forward computed with."""
@@ -167,6 +191,12 @@ class GatheredWeights:
     def writes(self) -> int:
         """How often they were changed in place; such changes do not reach the shards."""
         return self.buffer.writes()
+
+    def sends(self, phase: Phase) -> Sent | None:
+        """The weights, and before them what they are gathered from, if it changed."""
+        if self._at_rest is not None and phase is Phase.FORWARD and self._at_rest.sends:
+            return Sent.CHANGED_WEIGHTS
+        return Sent.WEIGHTS if self._gather.stages else None
 
     def acquire(self, phase: Phase) -> int:
         """Allocate and gather: after a forward that kept a part, within the smaller group."""
