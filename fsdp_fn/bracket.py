@@ -99,8 +99,9 @@ class Unit(ABC):
         wanted = set(self.differentiable)
         with torch.inference_mode(False):
             self.leaves = tuple(v.detach().requires_grad_(i in wanted) for i, v in enumerate(weights.views))
-        self._modules = WatchedModules(modules)
+        self.modules = WatchedModules(modules)
         self.version = 0
+        self.retired = False
         self._uses = 0
         self._kept = False
         self._backward_calls = 0
@@ -137,6 +138,11 @@ class Unit(ABC):
         """Set the name that errors and the event log use: the module's path in the outermost wrapped module."""
         self.name = name
         self.label = f"unit {name!r}" if name else "the root unit"
+
+    def retire(self) -> None:
+        """Another unit has taken its place: let go what it keeps, and refuse what would still come back to it."""
+        self.drop_kept()
+        self.retired = True
 
     @property
     def gathered(self) -> bool:
@@ -186,7 +192,7 @@ class Unit(ABC):
             self._install(self.present(weights))
             before = self.weights.writes()
             try:
-                if call is not None and self._modules.observed() and not saving_is_watched():
+                if call is not None and self.modules.observed() and not saving_is_watched():
                     with watch_saved(self.weights.storages, weakref.WeakMethod(call.enter_backward)):
                         output = forward(*args, **kwargs)
                 else:
@@ -240,7 +246,7 @@ class Unit(ABC):
             return tensor
 
         map_tensors(visit, output, self.label)
-        kept = kept_values(self._modules)
+        kept = kept_values(self.modules)
         for _, key, value in kept:
             map_kept(functools.partial(self._visit_kept, needing, key, token), value)
         if call is None or token is None:
@@ -283,6 +289,11 @@ class Unit(ABC):
             self.bracket.hold(self)
         if call in current.calls:
             return
+        if self.retired:
+            raise RuntimeError(
+                f"{self.label}: requires_grad of its parameters was changed between this forward and its backward, and "
+                "another forward has laid it out anew since; run backward before that forward"
+            )
         if call.version != self.weights_version():
             raise RuntimeError(
                 f"{self.label}: its weights were changed between this forward and its backward, which would compute "

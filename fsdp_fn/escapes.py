@@ -41,6 +41,10 @@ class WatchedModules:
             if (module := reference()) is not None
         ]
 
+    def alive(self) -> tuple[nn.Module, ...]:
+        """Those that still are."""
+        return tuple(module for reference, _ in self._entries if (module := reference()) is not None)
+
     def grown(self) -> str | None:
         """Class of a module that has more submodules or parameters, or fewer, than it had; None where none has."""
         for (reference, _), size in zip(self._entries, self._sizes, strict=True):

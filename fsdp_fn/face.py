@@ -7,6 +7,7 @@ writes the parameter writes the main weight, and the next gather reads it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,38 +19,64 @@ from fsdp_fn.delivery import Delivery, FaceDelivery
 from fsdp_fn.gradient_flow import GradientFlow
 from fsdp_fn.passes import Bracket
 from fsdp_fn.placement import Placement, gradient_placements
-from fsdp_fn.ragged import RaggedSpec, from_spec
+from fsdp_fn.ragged import RaggedSpec, from_spec, placed_as
+from fsdp_fn.ragged_placement import is_ragged
 from fsdp_fn.state import UnitState, trainable_tensors
-from fsdp_fn.tensor_parallel import tensor_parallel_of
+from fsdp_fn.tensor_parallel import TensorParallel, tensor_parallel_of
 from fsdp_fn.units import OwnedParameters, Setting
 from fsdp_fn.weights import Changes, weights_of
 
 
-class ShardedUnit(Unit):
-    """One wrapped unit: its state, its weights, its gradients on their way, and its DTensor parameters."""
+@dataclass(frozen=True, eq=False)
+class Borrowed:
+    """A slot in one unit's modules of a parameter that another unit holds, as tied weights make it."""
 
-    def __init__(self, owned: OwnedParameters, state: UnitState, setting: Setting, bracket: Bracket) -> None:
-        self.state, self.mesh = state, setting.mesh
+    name: str
+    container: Any
+    key: Any
+
+
+class ShardedUnit(Unit):
+    """One wrapped unit: its state, its weights, its gradients on their way, and its DTensor parameters.
+
+    ``owned``: plain parameters; and DTensor parameters of other units, which become this one's by :meth:`adopt`.
+    ``borrowed``: slots in its modules that other units fill.
+    """
+
+    def __init__(
+        self,
+        owned: OwnedParameters,
+        state: UnitState,
+        setting: Setting,
+        bracket: Bracket,
+        borrowed: tuple[Borrowed, ...] = (),
+        parallel: Sequence[TensorParallel | None] | None = None,
+    ) -> None:
+        self.state, self.mesh, self.setting, self.borrowed = state, setting.mesh, setting, borrowed
         layout, precision = state.layout, state.precision
         self._trainable = trainable_tensors(layout)
         self._dtypes = [precision.main(spec.dtype) for spec in layout.tensors]
         sum_dtypes = [precision.accumulate(spec.dtype) for spec in layout.tensors]
         names = [axis.name for axis in state.axes]
-        self.parallel = tuple(
-            tensor_parallel_of(parameter, f"parameter {name!r}", names)
-            for name, parameter in zip(owned.names, owned.parameters, strict=True)
-        )
+        if parallel is None:
+            parallel = [
+                None if is_ragged(parameter) else tensor_parallel_of(parameter, f"parameter {name!r}", names)
+                for name, parameter in zip(owned.names, owned.parameters, strict=True)
+            ]
+        self.parallel = tuple(parallel)
         self._any_parallel = any(parallel is not None for parallel in self.parallel)
         specs = [self.spec(index, state.main.placements, dtype) for index, dtype in enumerate(self._dtypes)]
         summed = gradient_placements(state.strategy)
         sum_specs = [self.spec(index, summed, dtype) for index, dtype in enumerate(sum_dtypes)]
         self.parameters = tuple(
-            _face(state.main.owned(index), specs[index], original) for index, original in enumerate(owned.parameters)
+            original if is_ragged(original) else _face(state.main.owned(index), specs[index], original)
+            for index, original in enumerate(owned.parameters)
         )
+        self._to_adopt = [(i, specs[i]) for i, original in enumerate(owned.parameters) if is_ragged(original)]
         for index in self._trainable:
             if sum_dtypes[index] != self._dtypes[index]:
                 self.parameters[index].grad_dtype = None  # see [Note: sums in .grad]
-        self._frozen = tuple(index for index, spec in enumerate(layout.tensors) if not spec.requires_grad)
+        self._wanted = tuple(spec.requires_grad for spec in layout.tensors)
         self.flow = GradientFlow(state, specs, sum_specs)
         faces = [(i, layout.tensors[i].name, self.parameters[i], specs[i]) for i in self._trainable]
         self.delivery: Delivery = FaceDelivery(self.flow, faces)
@@ -68,6 +95,23 @@ class ShardedUnit(Unit):
             tops=owned.tops,
         )
 
+    def adopt(self) -> None:
+        """Take over the values, gradients included, of parameters that were sharded otherwise. All ranks must call.
+
+        The parameters stay the same objects, so that an optimizer and the modules go on with them.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            for index, spec in self._to_adopt:
+                face: Any = self.parameters[index]
+                local, grad = self.state.main.owned(index), face.grad
+                local.copy_(placed_as(face, spec)._local_tensor)
+                face.grad = None
+                with torch._C.DisableTorchFunctionSubclass():
+                    face._local_tensor, face._spec = local, spec
+                if grad is not None:
+                    face.grad = placed_as(grad, spec.like(grad.dtype))
+        self._to_adopt = []
+
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module's forward with the full weights in place."""
         if self.resting_now:
@@ -75,7 +119,18 @@ class ShardedUnit(Unit):
             with torch._C.DisableTorchFunctionSubclass():
                 self._check_resting()
             self.flow.free_unused()
+        for slot in self.borrowed:
+            if is_ragged(slot.container[slot.key]):
+                raise RuntimeError(
+                    f"{self.label}: parameter {slot.name!r} is tied to one that another unit holds and has not "
+                    "gathered now; call fully_shard on a module that contains both, and call both through its forward"
+                )
         return super().run(forward, args, kwargs)
+
+    def outdated(self) -> bool:
+        """Whether ``requires_grad`` of a parameter is no longer what the layout was made for."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(p.requires_grad is not w for p, w in zip(self.parameters, self._wanted, strict=True))
 
     def spec(self, index: int, placements: Sequence[Placement], dtype: torch.dtype) -> RaggedSpec:
         """How tensor ``index`` lies on the mesh where its flat tensor is placed as ``placements``."""
@@ -99,7 +154,7 @@ class ShardedUnit(Unit):
         return self.changes.count()
 
     def _check_resting(self) -> None:
-        """Somebody may have put another parameter in a slot, or asked for a gradient that is not laid out."""
+        """Somebody may have put another parameter in a slot."""
         resting, dtypes = self.parameters, self._dtypes
         for parameters, name, index in self.slots:
             held = _held(parameters, name)
@@ -108,19 +163,12 @@ class ShardedUnit(Unit):
                     f"{self.label}: parameter {name!r} was replaced or cast after sharding, so the gathers would "
                     "not read it; copy new values into the sharded parameter instead"
                 )
-        grown = self._modules.grown()
+        grown = self.modules.grown()
         if grown is not None:
             raise RuntimeError(
                 f"{self.label}: a {grown} in it has gained or lost a module or parameter since sharding, which would "
                 "train unsharded on each rank; build the whole module before fully_shard"
             )
-        for index in self._frozen:
-            if resting[index].requires_grad:
-                name = self.state.layout.tensors[index].name
-                raise RuntimeError(
-                    f"{self.label}: parameter {name!r} was frozen when it was sharded and requires a gradient "
-                    "now; set requires_grad before fully_shard"
-                )
 
     def check_unchanged_by(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Raise TypeError where ``fn``, as ``nn.Module._apply`` gets it, would move or cast the main weights."""

@@ -26,13 +26,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_fn.escapes import held_parameters
 from fsdp_fn.events import EventLog
-from fsdp_fn.face import ShardedUnit
+from fsdp_fn.face import Borrowed, ShardedUnit
 from fsdp_fn.groups import axes_of, default_mesh, mesh_device, raise_together
-from fsdp_fn.passes import Bracket
+from fsdp_fn.passes import Bracket, in_backward
 from fsdp_fn.placement import Placements
 from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
 from fsdp_fn.ragged import RaggedTensor, UnfinishedGradient, restore_optimizer_state
+from fsdp_fn.relayout import lay_out_for_gradients, successor
 from fsdp_fn.state import UnitState
+from fsdp_fn.ties import Tie, as_sharded, check_ties, find_ties, with_ties
 from fsdp_fn.units import (
     OwnedParameters,
     Setting,
@@ -49,16 +51,31 @@ from fsdp_fn.units import (
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 _sharded_originals = WeakTensorKeyDictionary()
-"""Plain parameters that a unit replaced: the unit, their index in its layout, and their name there.
+"""Plain parameters that were sharded: weakly the DTensor parameter in their place, and their name."""
 
-A second unit that still holds one has a tie to the first.
-"""
+_holders = WeakTensorKeyDictionary()
+"""DTensor parameters: weakly the unit that holds each, and its index there."""
+
+
+def _holder(parameter: nn.Parameter) -> tuple[ShardedUnit, int] | None:
+    """The unit that holds a parameter, given as it was or as it is now, and its index there."""
+    known = _sharded_originals.get(parameter)
+    face = parameter if known is None else known[0]()
+    reference, index = (None, 0) if face is None else _holders.get(face, (None, 0))
+    unit = None if reference is None else reference()
+    return None if unit is None else (unit, index)
 
 
 @torch.compiler.disable(reason="a wrapped module gathers and releases storage, which does not trace")  # type: ignore[untyped-decorator]
-def run_eagerly(unit: ShardedUnit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The unit's forward. ``torch.compile`` of a model compiles around it; whole graphs are for the functional path."""
-    return unit.run(forward, args, kwargs)
+def run_eagerly(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``forward``, a method of the wrapped ``module``, with its unit's full weights in place.
+
+    ``torch.compile`` of a model compiles around it; whole graphs are for the functional path.
+    """
+    unit: ShardedUnit = module._fsdp_unit
+    if unit.outdated() and unit.resting_now and not in_backward():
+        _replace(module, unit, lay_out_for_gradients(unit))
+    return module._fsdp_unit.run(forward, args, kwargs)
 
 
 _live_units: weakref.WeakSet[ShardedUnit] = weakref.WeakSet()
@@ -72,7 +89,7 @@ class FsdpModule:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, with its unit's full weights in place."""
-        return run_eagerly(self._fsdp_unit, super().forward, args, kwargs)  # type: ignore[misc]
+        return run_eagerly(self, super().forward, args, kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As ``nn.Module.load_state_dict``; ``assign=True`` is refused, for it would part parameters from weights."""
@@ -136,46 +153,62 @@ def fully_shard(
     mesh = default_mesh(device_type_of(module)) if mesh is None else mesh
     axes, device = axes_of(mesh), mesh_device(mesh)
     prepared: ShardedUnit | None = None
-    owned = OwnedParameters((), (), (), (), ())
+    owned = OwnedParameters((), (), (), ())
+    successors: list[tuple[nn.Module, ShardedUnit, ShardedUnit]] = []
     fault: Exception | None = None
     agreed = ""
     try:
         setting = setting_of(mesh, placements, precision, policy, grad_divisor)
-        owned = _owned(module, name, mesh.device_type, [axis.name for axis in setting.axes])
-        layout = unit_layout(owned, setting, group_of)
+        owned, ties, borrowed = _owned(module, name, mesh.device_type, setting)
+        layout = unit_layout(owned, setting, group_of, {id(tie.parameter): tie.spec() for tie in ties})
         agreed = f"{name}: {describe_layout(layout)}; {setting.describe()}"
         state = shard_unit(name, owned.parameters, layout, setting)
-        prepared = ShardedUnit(owned, state, setting, Bracket(setting.policy.release))
+        prepared = ShardedUnit(owned, state, setting, Bracket(setting.policy.release), borrowed)
+        successors = _without_ties(module, ties)
     except Exception as error:
         fault = error
     raise_together(fault, axes, device, agreed, f"fully_shard({name})")
     assert prepared is not None
-    _commit(module, owned, prepared, setting)
+    _commit(module, owned, prepared, successors)
     return module
 
 
-def _owned(module: nn.Module, name: str, device_type: str, data_parallel: Sequence[str]) -> OwnedParameters:
+def _nested(module: nn.Module) -> dict[str, Any]:
+    return {path: child for path, child in module.named_modules() if isinstance(child, FsdpModule)}
+
+
+def _without_ties(module: nn.Module, ties: Sequence[Tie]) -> list[tuple[nn.Module, ShardedUnit, ShardedUnit]]:
+    """Nested modules whose units give up tied parameters, those units, and what takes their places."""
+    made = []
+    for child in _nested(module).values():
+        unit = child._fsdp_unit
+        given = {tie.index for tie in ties if tie.unit is unit}
+        if given:
+            kept = [index for index in range(len(unit.parameters)) if index not in given]
+            made.append((child, unit, successor(unit, kept)))
+    return made
+
+
+def _owned(
+    module: nn.Module, name: str, device_type: str, setting: Setting
+) -> tuple[OwnedParameters, list[Tie], tuple[Borrowed, ...]]:
     if isinstance(module, FsdpModule):
         raise ValueError(f"{name} is wrapped already")
     if type(module).forward is nn.Module.forward and "forward" not in vars(module):
         raise ValueError(f"{name} has no forward of its own, so its weights would never be gathered: wrap its children")
     if "forward" in vars(module):
         raise ValueError(f"{name} has its forward set on the instance, which would run without its weights: unset it")
-    owned = owned_parameters(module, lambda child: isinstance(child, FsdpModule))
-    if not owned.parameters and not any(isinstance(child, FsdpModule) for child in module.modules()):
+    every = owned_parameters(module, lambda child: isinstance(child, FsdpModule))
+    nested = {path: child._fsdp_unit for path, child in _nested(module).items()}
+    if not every.parameters and not nested:
         raise ValueError(f"{name} has no parameters: there is nothing to shard")
-    for path, parameter in zip(owned.names, owned.parameters, strict=True):
-        if parameter in _sharded_originals:
-            raise ValueError(
-                f"parameter {path!r} of {name} is tied to {_sharded_originals[parameter][2]}, which a unit of its own "
-                "holds; put both under one unit"
-            )
-    check_parameters(owned, name, device_type, data_parallel)
+    owned, ties, borrowed = find_ties(every, module, nested, _holder)
+    check_parameters(owned, name, device_type, [axis.name for axis in setting.axes])
     check_references(owned, module, name)
     for held in held_parameters(module.modules()):
         if held.parameter in _sharded_originals and held.container is None:
             raise ValueError(
-                f"{held.where} holds {_sharded_originals[held.parameter][2]}, which a unit of its own has sharded "
+                f"{held.where} holds {_sharded_originals[held.parameter][1]}, which a unit of its own has sharded "
                 "since; hold it in a list or a dict, or reach it by its name alone"
             )
     for path, parameter in zip(owned.names, owned.parameters, strict=True):
@@ -183,33 +216,63 @@ def _owned(module: nn.Module, name: str, device_type: str, data_parallel: Sequen
             raise ValueError(
                 f"parameter {path!r} of {name} has no dimension, so no rows to share out: give it shape (1,)"
             )
-    return owned
+    check_ties(ties, setting, name)
+    held_now = [(c, key, every.parameters[index]) for c, key, index in every.slots]
+    held_now += [(slot.container, slot.key, slot.container[slot.key]) for u in nested.values() for slot in u.borrowed]
+    return with_ties(owned, [(c, key, as_sharded(held, _holder)) for c, key, held in held_now], ties), ties, borrowed
 
 
-def _commit(module: nn.Module, owned: OwnedParameters, sharded: ShardedUnit, setting: Setting) -> None:
+def _commit(
+    module: nn.Module,
+    owned: OwnedParameters,
+    sharded: ShardedUnit,
+    successors: Sequence[tuple[nn.Module, ShardedUnit, ShardedUnit]],
+) -> None:
     """Change the module; nothing here can fail half-way."""
-    for index, (path, parameter) in enumerate(zip(owned.names, owned.parameters, strict=True)):
-        _sharded_originals[parameter] = (weakref.ref(sharded), index, f"{path!r} of {type(module).__name__}")
+    sharded.adopt()
+    for child, unit, made in successors:
+        made.adopt()
+        _replace(child, unit, made)
+    _hold(sharded)
+    for path, parameter, face in zip(owned.names, owned.parameters, sharded.parameters, strict=True):
+        if parameter is not face:
+            _sharded_originals[parameter] = (weakref.ref(face), f"{path!r} of {type(module).__name__}")
     for parameters, name, index in owned.slots:
         parameters[name] = sharded.parameters[index]
+    for slot in sharded.borrowed:
+        slot.container[slot.key] = as_sharded(slot.container[slot.key], _holder)
     module.__dict__["_fsdp_unit"] = sharded
     module.__class__ = _wrapped_class(cast(Any, type(module)))
-    sharded.agreed = setting.agreed_unit()
-    _live_units.add(sharded)
+    sharded.agreed = sharded.setting.agreed_unit()
     _lead_to_units(module)
-    for path, child in module.named_modules():
-        if isinstance(child, FsdpModule):
-            child._fsdp_unit.rename(path)
-            child._fsdp_unit.bracket = sharded.bracket
+    for path, child in _nested(module).items():
+        unit = child._fsdp_unit
+        unit.rename(path)
+        unit.bracket = sharded.bracket
+
+
+def _hold(unit: ShardedUnit) -> None:
+    """Note what a unit holds from now on."""
+    for index, face in enumerate(unit.parameters):
+        _holders[face] = (weakref.ref(unit), index)
+    _live_units.add(unit)
+
+
+def _replace(module: Any, unit: ShardedUnit, made: ShardedUnit) -> None:
+    """Put a unit in the place of one that is laid out anew."""
+    unit.retire()
+    _live_units.discard(unit)
+    _hold(made)
+    module.__dict__["_fsdp_unit"] = made
 
 
 def _lead_to_units(module: nn.Module) -> None:
     """Have lists and dicts in ``module`` that hold parameters which nested units replaced hold the new ones."""
     for held in list(held_parameters(module.modules())):
         if held.parameter in _sharded_originals:
-            reference, index, _ = _sharded_originals[held.parameter]
-            unit = reference()
-            if unit is not None:
+            found = _holder(held.parameter)
+            if found is not None:
+                unit, index = found
                 held.container[held.key] = unit.parameters[index]
                 unit.slots = (*unit.slots, (held.container, held.key, index))
                 unit.tops = unit.tops if held.top is None else (*unit.tops, held.top)
@@ -290,7 +353,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if not isinstance(parameter, RaggedTensor) and parameter in _sharded_originals:
                 raise RuntimeError(
                     f"this optimizer ({type(optimizer).__name__}) was made before fully_shard and holds the plain "
-                    f"parameter {_sharded_originals[parameter][2]}, which the model no longer reads: make it afterwards"
+                    f"parameter {_sharded_originals[parameter][1]}, which the model no longer reads: make it afterwards"
                 )
     for unit in _units_of(optimizer):
         if unit.delivery.unfinished():

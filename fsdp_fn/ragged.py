@@ -39,6 +39,7 @@ __all__ = [
     "check_gradients_finished",
     "from_spec",
     "mesh_spec",
+    "placed_as",
     "ragged_spec",
     "restore_optimizer_state",
     "restore_placement",
@@ -230,21 +231,28 @@ def restore_placement(value: DTensor, like: RaggedTensor) -> RaggedTensor:
         )
     spec = cast(RaggedSpec, like._spec)
     spec.require_finished("restore_placement")
-    return from_spec(_own_part(value, spec), spec.like(value.dtype), False)
+    return placed_as(value, spec)
+
+
+def placed_as(value: DTensor, spec: RaggedSpec) -> RaggedTensor:
+    """A copy of ``value``, of the same shape and mesh, placed as ``spec``. All ranks of the mesh must call."""
+    own = _own_part(value, spec)
+    return from_spec(own.clone() if own is value._local_tensor else own, spec.like(value.dtype), False)
 
 
 def restore_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Place the state of each ragged parameter as the parameter is.
 
     The state that an optimizer makes itself is so already, and then this only looks. State that
-    ``set_optimizer_state_dict`` made from a full state dict is on plain shards: it is redistributed, and all
-    ranks must call. Until then a multi-tensor or fused step refuses it by name.
+    ``set_optimizer_state_dict`` made from a full state dict is on plain shards, and that of a parameter whose unit was
+    laid out anew lies as it did before: both are redistributed, and all ranks must call. Until then a multi-tensor or
+    fused step refuses the first by name.
     """
     for parameter, state in optimizer.state.items():
         if type(parameter) is not RaggedTensor:
             continue
         for key, value in state.items():
-            if type(value) is not RaggedTensor and isinstance(value, DTensor) and value.shape == parameter.shape:
+            if isinstance(value, DTensor) and value.shape == parameter.shape:
                 state[key] = restore_placement(value, parameter)
 
 

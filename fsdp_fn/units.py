@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from fsdp_fn.placement import (
     optimizer_placements,
 )
 from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
+from fsdp_fn.ragged_placement import is_ragged
 from fsdp_fn.state import Axis, Buffer, UnitState, piece_of
 from fsdp_fn.tensor_parallel import local_part, tensor_parallel_of
 
@@ -45,7 +46,6 @@ class OwnedParameters:
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
     slots: tuple[Slot, ...]
-    aliases: tuple[tuple[str, int], ...]
     tops: tuple[Top, ...] = ()
 
 
@@ -59,7 +59,6 @@ def owned_parameters(
     names: list[str] = []
     parameters: list[nn.Parameter] = []
     slots: list[Slot] = []
-    aliases: list[tuple[str, int]] = []
     index_of: dict[int, int] = {}
     modules = list(_walk(module, is_boundary, prefix, {}))
     for path, owner in modules:
@@ -71,8 +70,6 @@ def owned_parameters(
             if index == len(parameters):
                 names.append(full)
                 parameters.append(parameter)
-            else:
-                aliases.append((full, index))
             slots.append((owner._parameters, name, index))
     tops: dict[int, Top] = {}
     for held in held_parameters((whole or module).modules()):
@@ -85,7 +82,6 @@ def owned_parameters(
         tuple(names),
         tuple(parameters),
         tuple(slots),
-        tuple(aliases),
         tuple(tops.values()),
     )
 
@@ -227,20 +223,31 @@ def check_references(owned: OwnedParameters, module: nn.Module, unit: str) -> No
 
 
 def unit_layout(
-    owned: OwnedParameters, setting: Setting, group_of: Callable[[str, nn.Parameter], str] | None = None
+    owned: OwnedParameters,
+    setting: Setting,
+    group_of: Callable[[str, nn.Parameter], str] | None = None,
+    known: Mapping[int, TensorSpec] | None = None,
 ) -> Layout:
     """Layout of a unit's parameters over the ranks that its optimizer state is sharded over.
 
-    ``group_of(name, parameter)``: tensors of different groups share no segment.
+    ``group_of(name, parameter)``: tensors of different groups share no segment. ``known``: by identity, of parameters
+    that are sharded already.
     """
-    precision = setting.precision
     specs = []
     for name, parameter in zip(owned.names, owned.parameters, strict=True):
+        spec = (known or {}).get(id(parameter))
         group = "" if group_of is None else group_of(name, parameter)
         if not isinstance(group, str):
             raise TypeError(f"group_of({name!r}, …): expected a name, got {group!r}")
-        shape = tuple(local_part(parameter).shape)
-        specs.append(TensorSpec(name, shape, parameter.dtype, parameter.requires_grad, group=group))
+        if spec is None:
+            spec = TensorSpec(name, tuple(local_part(parameter).shape), parameter.dtype, parameter.requires_grad)
+        specs.append(replace(spec, name=name, group=group))
+    return plan_unit(specs, setting)
+
+
+def plan_unit(specs: Sequence[TensorSpec], setting: Setting) -> Layout:
+    """Layout of a unit of these tensors."""
+    precision = setting.precision
     sizes = [dtype.itemsize for s in specs for dtype in (precision.main(s.dtype), precision.compute(s.dtype))]
     _, count = piece_of(optimizer_placements(setting.strategy), setting.axes)
     granularity = granularity_of(setting.strategy)
@@ -248,7 +255,10 @@ def unit_layout(
 
 
 def shard_unit(name: str, parameters: Sequence[torch.Tensor], layout: Layout, setting: Setting) -> UnitState:
-    """This rank's main weights, copied out of the full ``parameters`` and cast to their main dtype."""
+    """This rank's main weights, copied out of the full ``parameters`` and cast to their main dtype.
+
+    Of those that are ragged DTensors already there are zeros.
+    """
     precision, offload = setting.precision, setting.policy.offload
     place = torch.device("cpu") if offload else setting.device
     with torch.inference_mode(False), torch.no_grad():
@@ -260,7 +270,7 @@ def shard_unit(name: str, parameters: Sequence[torch.Tensor], layout: Layout, se
         main = Buffer(flats, layout, optimizer_placements(setting.strategy), setting.axes, held)
         for index, parameter in enumerate(parameters):
             elements = main.owned_elements(index)
-            if elements:
+            if elements and not is_ragged(parameter):
                 part = local_part(parameter.detach()).reshape(-1)[elements.start : elements.stop]
                 main.owned(index).view(-1).copy_(part)
     return UnitState(name, main, precision, setting.strategy, setting.grad_divisor, device=setting.device)
@@ -292,7 +302,7 @@ def shard_tensors(
         if unknown or not tensors:
             raise ValueError(f"unit {name!r}: expected tensors, and frozen names among {list(tensors)}; got {unknown}")
         parameters = tuple(nn.Parameter(t.detach(), requires_grad=k not in frozen) for k, t in tensors.items())
-        owned = OwnedParameters((), tuple(tensors), parameters, (), ())
+        owned = OwnedParameters((), tuple(tensors), parameters, ())
         check_parameters(owned, name, mesh.device_type)
         setting = setting_of(mesh, placements, precision, None, grad_divisor)
         layout = unit_layout(owned, setting)
