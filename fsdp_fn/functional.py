@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,6 +30,7 @@ from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
 from fsdp_fn.state import Buffer, ModelState, UnitState, needs_planes
 from fsdp_fn.traced import TracedUnit, apply_traced, gather_functions
 from fsdp_fn.units import (
+    OwnedParameters,
     Setting,
     check_parameters,
     check_references,
@@ -40,6 +41,7 @@ from fsdp_fn.units import (
     registered_buffers,
     setting_of,
     shard_unit,
+    ties_moved_up,
     unit_layout,
 )
 
@@ -144,36 +146,33 @@ def _shard(
     settings = {path: _setting(path, spec, whole) for path, spec in _unit_paths(model, units).items()}
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
-    boundaries = {id(model.get_submodule(path)) for path in settings if path}
-    all_owned, owners = {}, dict[int, str]()
-    for path in settings:
-        owned = owned_parameters(model.get_submodule(path), lambda child: id(child) in boundaries, path, model)
-        if path and not owned.parameters:
+    all_owned = _owned_by_units(model, settings)
+    for path, owned in all_owned.items():
+        if path and not owned.slots:
             raise ValueError(f"unit {path!r} has no parameters of its own")
         check_parameters(owned, path, device.type)
         check_references(owned, model, path)
-        all_owned[path] = owned
-        for name, parameter in zip(owned.names, owned.parameters, strict=True):
-            if owners.setdefault(id(parameter), path) != path:
-                raise ValueError(
-                    f"parameter {name!r} of unit {path!r} is tied to one of unit {owners[id(parameter)]!r}; put both "
-                    "under one unit"
-                )
     bare = _bare_copy(model)
-    bare_boundaries = {id(bare.get_submodule(path)) for path in settings if path}
+    all_owned, all_bare = ties_moved_up(all_owned, model), ties_moved_up(_owned_by_units(bare, settings), bare)
     templates, states = [], {}
     for path, owned in all_owned.items():
         layout = unit_layout(owned, settings[path], group_of)
-        module = bare.get_submodule(path)
-        bare_owned = owned_parameters(module, lambda child: id(child) in bare_boundaries, path, bare)
         states[path] = shard_unit(path, owned.parameters, layout, settings[path])
-        functions = gather_functions(states[path])
-        templates.append(UnitTemplate(path, module, bare_owned, layout, settings[path], functions))
+        functions, module = gather_functions(states[path]), bare.get_submodule(path)
+        templates.append(UnitTemplate(path, module, all_bare[path], layout, settings[path], functions))
     for unit in templates:
         unit.module.__class__ = _template_class(cast(Any, type(unit.module)))
     slots = tuple(BufferSlot(name, holder, key, empty) for name, holder, key, empty in registered_buffers(bare))
     buffers = copy_buffers({name: tensor for name, _, _, tensor in registered_buffers(model)})
     return Template(bare, tuple(templates), slots, device), ModelState(states, buffers)
+
+
+def _owned_by_units(model: nn.Module, paths: Iterable[str]) -> dict[str, OwnedParameters]:
+    boundaries = {id(model.get_submodule(path)) for path in paths if path}
+    return {
+        path: owned_parameters(model.get_submodule(path), lambda child: id(child) in boundaries, path, model)
+        for path in paths
+    }
 
 
 def _setting(path: str, spec: UnitSpec, whole: UnitSpec) -> Setting:

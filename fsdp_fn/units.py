@@ -86,6 +86,45 @@ def owned_parameters(
     )
 
 
+def ties_moved_up(owned_by_unit: Mapping[str, OwnedParameters], model: nn.Module) -> dict[str, OwnedParameters]:
+    """Units of ``model`` by path: a parameter of several goes to the lowest that is around all of them."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    holders: dict[int, list[str]] = {}
+    for path, owned in owned_by_unit.items():
+        for parameter in owned.parameters:
+            holders.setdefault(id(parameter), []).append(path)
+    target = {key: _lowest_around(paths, list(owned_by_unit)) for key, paths in holders.items()}
+    entries: dict[str, list[tuple[str, nn.Parameter, list[tuple[Any, Any]]]]] = {path: [] for path in owned_by_unit}
+    placed: dict[int, list[tuple[Any, Any]]] = {}
+    for owned in owned_by_unit.values():
+        for index, parameter in enumerate(owned.parameters):
+            if id(parameter) not in placed:
+                placed[id(parameter)] = []
+                entries[target[id(parameter)]].append((names[id(parameter)], parameter, placed[id(parameter)]))
+            placed[id(parameter)] += [(c, key) for c, key, at in owned.slots if at == index]
+    tops = tuple({id(top[2]): top for owned in owned_by_unit.values() for top in owned.tops}.values())
+    moved = {key for key, paths in holders.items() if len(paths) > 1}
+    return {
+        path: OwnedParameters(
+            owned.modules,
+            tuple(name for name, _, _ in entries[path]),
+            tuple(parameter for _, parameter, _ in entries[path]),
+            _each_once([(c, key, at) for at, (_, _, slots) in enumerate(entries[path]) for c, key in slots]),
+            tops if any(id(parameter) in moved for _, parameter, _ in entries[path]) else owned.tops,
+        )
+        for path, owned in owned_by_unit.items()
+    }
+
+
+def _lowest_around(paths: list[str], units: list[str]) -> str:
+    around = [unit for unit in units if all(not unit or path == unit or path.startswith(f"{unit}.") for path in paths)]
+    return max(around, key=len)
+
+
+def _each_once(slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    return tuple({(id(container), key): (container, key, index) for container, key, index in slots}.values())
+
+
 def _walk(
     module: nn.Module, is_boundary: Callable[[nn.Module], bool], path: str, seen: dict[int, None]
 ) -> Iterator[tuple[str, nn.Module]]:
