@@ -7,6 +7,7 @@ forward or its backward runs, and are bare (meta tensors) in between.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ class BoundUnit(Unit):
 
     def __init__(self, template: UnitTemplate, state: UnitState, bracket: Bracket) -> None:
         self.state = state
-        self.module = template.module
+        self._module = weakref.ref(template.module)  # see ``escapes.Top``
         self._leaves = state.main if state.carrier is None else state.carrier
         # Only a leaf that wants a gradient makes its weights part of the graph.
         pairs = zip(self._leaves.held, self._leaves.segments, strict=True)
@@ -78,6 +79,23 @@ class BoundUnit(Unit):
             owned.tops,
             template.agreed,
         )
+
+    def bound_here(self) -> bool:
+        """Whether the module is this application's now."""
+        module = self._module()
+        return module is not None and module.__dict__.get(BOUND) is self
+
+    def put_on(self) -> None:
+        """Make the module this application's."""
+        module = self._module()
+        if module is not None:
+            module.__dict__[BOUND] = self
+
+    def take_off(self) -> None:
+        """Make the module nobody's."""
+        module = self._module()
+        if module is not None:
+            module.__dict__.pop(BOUND, None)
 
     def deliver(self, grads: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Reduce, and give each leaf its gradient through autograd: finished, or as the carrier takes it."""
@@ -111,20 +129,22 @@ class BoundRoot(BoundUnit):
         for slot in self.buffer_slots:
             slot.buffers[slot.key] = self.buffers[slot.name]
         for unit in (self, *self.others):
-            unit.module.__dict__[BOUND] = unit
+            unit.put_on()
 
     def unbind(self) -> None:
         """Take them off again, and keep the buffers as the modules left them.
 
         Not where another application has taken their place since, as in a backward through two of them.
         """
-        if self.module.__dict__.get(BOUND) is not self:
+        if not self.bound_here():
             return
-        self.buffers = {slot.name: slot.buffers[slot.key] for slot in self.buffer_slots}
+        # Without graphs, for those lead back here.
+        graphless = {id(held): held.detach() for s in self.buffer_slots if (held := s.buffers[s.key]).requires_grad}
+        self.buffers = {s.name: graphless.get(id(held := s.buffers[s.key]), held) for s in self.buffer_slots}
         for slot in self.buffer_slots:
             slot.buffers[slot.key] = slot.bare
         for unit in (self, *self.others):
-            unit.module.__dict__.pop(BOUND, None)
+            unit.take_off()
 
     def before_backward(self) -> None:
         """A checkpointed unit runs its forward again in backward, and finds its weights then too."""

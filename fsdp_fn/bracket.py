@@ -27,6 +27,7 @@ from fsdp_fn.agreement import AgreedUnit
 from fsdp_fn.boundary import Close, open_of
 from fsdp_fn.containers import cast_floating, map_tensors
 from fsdp_fn.escapes import (
+    Top,
     WatchedModules,
     aliases,
     is_later,
@@ -45,9 +46,6 @@ from fsdp_fn.weights import Sent, Weights
 Slot = tuple[Any, Any, int]
 """Where a weight stands: a module's ``_parameters`` (or a list or dict that it keeps), its name in it, its index in the
 unit's layout."""
-
-Top = tuple[dict[str, Any], str, Any]
-"""A module's attributes, one of them, and the container of slots that it holds; a forward may put another there."""
 
 
 REDUCTION, PARTIAL_REDUCTION = "the reduction", "the reduction before the last microbatch"
@@ -87,6 +85,7 @@ class Unit(ABC):
         self.agreed = agreed
         self.tops = tuple(tops)
         self.slots = tuple(slots)
+        self._places = {(id(container), key) for container, key, _ in slots}
         self.resting = tuple(resting)
         self.bracket = bracket
         self.weights = weights
@@ -133,6 +132,12 @@ class Unit(ABC):
 
     def after_backward(self) -> None:  # noqa: B027 (optional)
         """They are no longer."""
+
+    def also_in(self, container: Any, key: Any, index: int, top: Top | None) -> None:
+        """One more slot: where a module outside the unit's own holds a parameter."""
+        self.slots = (*self.slots, (container, key, index))
+        self._places.add((id(container), key))
+        self.tops = self.tops if top is None else (*self.tops, top)
 
     def rename(self, name: str) -> None:
         """Set the name that errors and the event log use: the module's path in the outermost wrapped module."""
@@ -246,7 +251,7 @@ class Unit(ABC):
             return tensor
 
         map_tensors(visit, output, self.label)
-        kept = kept_values(self.modules)
+        kept = [entry for entry in kept_values(self.modules) if (id(entry[0]), entry[1]) not in self._places]
         for _, key, value in kept:
             map_kept(functools.partial(self._visit_kept, needing, key, token), value)
         if call is None or token is None:
@@ -398,8 +403,8 @@ class Unit(ABC):
     def _install(self, tensors: Sequence[Any]) -> None:
         for parameters, name, index in self.slots:
             parameters[name] = tensors[index]
-        for attributes, name, container in self.tops:
-            attributes[name] = container
+        for top in self.tops:
+            top.put_back()
         self._installed = tensors
 
     def agree(self, what: str) -> None:

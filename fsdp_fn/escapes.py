@@ -110,17 +110,35 @@ def map_kept(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> An
         return value
 
 
+class Top(NamedTuple):
+    """An attribute of a module, held weakly, and the container of parameters that it is.
+
+    A forward may put another container there. What a module keeps may hold a graph that leads back to the unit, in
+    links that Python's collector does not see; so a unit must not keep the module.
+    """
+
+    module: weakref.ref[nn.Module]
+    name: str
+    container: Any
+
+    def put_back(self) -> None:
+        """Have the module hold the container again."""
+        module = self.module()
+        if module is not None:
+            vars(module)[self.name] = self.container
+
+
 class Held(NamedTuple):
     """A parameter that a module holds past its name: ``container[key]`` is it; without a container, out of reach.
 
-    ``top``: the module's attributes, the attribute, and what it held, where that is a container of its own.
+    ``top``: the module's attribute that leads there, where that is a container of its own.
     """
 
     where: str
     container: Any
     key: Any
     parameter: nn.Parameter
-    top: tuple[dict[str, Any], str, Any] | None
+    top: Top | None
 
 
 def held_parameters(modules: Iterable[nn.Module]) -> Iterator[Held]:
@@ -132,10 +150,10 @@ def held_parameters(modules: Iterable[nn.Module]) -> Iterator[Held]:
             if isinstance(value, nn.Parameter):
                 yield Held(where, attributes, key, value, None)
             elif isinstance(value, (list, tuple, dict)):
-                yield from _held_in(where, value, (attributes, key, value))
+                yield from _held_in(where, value, Top(weakref.ref(module), key, value))
 
 
-def _held_in(where: str, holder: Any, top: tuple[dict[str, Any], str, Any]) -> Iterator[Held]:
+def _held_in(where: str, holder: Any, top: Top) -> Iterator[Held]:
     """What is in a container. An immutable one gives what it holds without a way to put anything else there."""
     writable = type(holder) in (list, dict, OrderedDict)
     for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):

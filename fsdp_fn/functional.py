@@ -252,7 +252,7 @@ def apply(template: Template, state: ModelState, *args: Any, **kwargs: Any) -> t
     bracket = Bracket(top.setting.policy.release, template.log)
     others = [BoundUnit(unit, state.units[unit.name], bracket) for unit in nested]
     root = BoundRoot(top, state.units[top.name], bracket, others, template.buffer_slots, buffers)
-    with _bound(root):
+    with _bound(template, root):
         output = template.module(*args, **kwargs)
         _refuse_new_buffers(template)
     # Copies: a checkpointed module runs again in backward, and changes its buffers then.
@@ -283,8 +283,8 @@ def _refuse_new_buffers(template: Template) -> None:
 
 
 @contextmanager
-def _bound(root: BoundRoot) -> Iterator[None]:
-    if root.module.__dict__.get(BOUND) is not None:
+def _bound(template: Template, root: BoundRoot) -> Iterator[None]:
+    if template.module.__dict__.get(BOUND) is not None:
         raise RuntimeError("the template is in use: apply(template, …) was called from inside its own forward")
     root.bind()
     try:

@@ -274,8 +274,7 @@ def _lead_to_units(module: nn.Module) -> None:
             if found is not None:
                 unit, index = found
                 held.container[held.key] = unit.parameters[index]
-                unit.slots = (*unit.slots, (held.container, held.key, index))
-                unit.tops = unit.tops if held.top is None else (*unit.tops, held.top)
+                unit.also_in(held.container, held.key, index, held.top)
 
 
 @functools.cache

@@ -148,8 +148,8 @@ class TracedUnit:
         output = forward(*args, **kwargs)
         for parameters, name, index in owned.slots:
             parameters[name] = owned.parameters[index]
-        for attributes, key, container in owned.tops:
-            attributes[key] = container
+        for top in owned.tops:
+            top.put_back()
         return cast_floating(output, precision.output_dtype)
 
 

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_fn.agreement import AgreedUnit, agreed_unit
-from fsdp_fn.bracket import Slot, Top
-from fsdp_fn.escapes import held_parameters
+from fsdp_fn.bracket import Slot
+from fsdp_fn.escapes import Top, held_parameters
 from fsdp_fn.groups import axes_of, mesh_device, raise_together, strategy_on
 from fsdp_fn.layout import Layout, TensorSpec, plan_layout
 from fsdp_fn.placement import (
@@ -76,7 +76,7 @@ def owned_parameters(
         if id(held.parameter) in index_of and held.container is not None:
             slots.append((held.container, held.key, index_of[id(held.parameter)]))
             if held.top is not None:
-                tops[id(held.top[2])] = held.top
+                tops[id(held.top.container)] = held.top
     return OwnedParameters(
         tuple(owner for _, owner in modules),
         tuple(names),
@@ -102,7 +102,7 @@ def ties_moved_up(owned_by_unit: Mapping[str, OwnedParameters], model: nn.Module
                 placed[id(parameter)] = []
                 entries[target[id(parameter)]].append((names[id(parameter)], parameter, placed[id(parameter)]))
             placed[id(parameter)] += [(c, key) for c, key, at in owned.slots if at == index]
-    tops = tuple({id(top[2]): top for owned in owned_by_unit.values() for top in owned.tops}.values())
+    tops = tuple({id(top.container): top for owned in owned_by_unit.values() for top in owned.tops}.values())
     moved = {key for key, paths in holders.items() if len(paths) > 1}
     return {
         path: OwnedParameters(
