@@ -9,15 +9,16 @@ VENV_PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help train test fuzz lint bench clean
+.PHONY: help train test test-debug fuzz lint bench clean
 
 help:
-	@echo 'make train   train a small language model: on every GPU, or on 2 CPU processes; writes runs/lm'
-	@echo 'make test    run the tests'
-	@echo 'make fuzz    train random models beside plain PyTorch: ARGS="--draws 2000"'
-	@echo 'make lint    check style and types'
-	@echo 'make bench   measure host overhead and layout padding'
-	@echo 'make clean   delete the environment, caches and builds; runs/ stays'
+	@echo 'make train       train a small language model: on every GPU, or on 2 CPU processes; writes runs/lm'
+	@echo 'make test        run the tests'
+	@echo 'make test-debug  run them with released weights filled with NaN, so that a stale read shows'
+	@echo 'make fuzz        train random models beside plain PyTorch: ARGS="--draws 2000"'
+	@echo 'make lint        check style and types'
+	@echo 'make bench       measure host overhead and layout padding'
+	@echo 'make clean       delete the environment, caches and builds; runs/ stays'
 	@echo ''
 	@echo 'ARGS="..." is passed on: make train ARGS="--help", make test ARGS="-k layout"'
 	@echo 'Of the environment: PYTHON ($(PYTHON)), TORCH_VERSION ($(TORCH_VERSION)),'
@@ -38,6 +39,9 @@ train: $(INSTALLED)
 
 test: $(INSTALLED)
 	@exec $(VENV_PYTHON) -m pytest $(ARGS)
+
+test-debug: export FSDP_FN_RELEASE := poison
+test-debug: test
 
 fuzz: $(INSTALLED)
 	@cd tests && exec ../$(VENV_PYTHON) random_models.py $(ARGS)

@@ -6,7 +6,9 @@ is honoured; a value that cannot be honoured is refused when the policy is made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import os
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
@@ -20,6 +22,20 @@ class Release(StrEnum):
 
     POISON = "poison"
     """It keeps its bytes, filled with NaN: a stale read shows as NaN, and ends no process (debugging)."""
+
+
+RELEASE_VARIABLE = "FSDP_FN_RELEASE"
+"""Environment variable with the release of every policy that names none."""
+
+
+@functools.cache
+def default_release() -> Release:
+    """:data:`Release.FREE`, or what ``FSDP_FN_RELEASE`` says; read once. ValueError where that is no release."""
+    named = os.environ.get(RELEASE_VARIABLE, Release.FREE)
+    if named not in set(Release):
+        accepted = ", ".join(repr(release.value) for release in Release)
+        raise ValueError(f"environment variable {RELEASE_VARIABLE}: expected one of {accepted}, got {named!r}")
+    return Release(named)
 
 
 @dataclass(frozen=True)
@@ -41,14 +57,15 @@ class SchedulePolicy:
     ``divergence_timeout``: seconds after which a rank that came to another unit than the others raises
     :class:`~fsdp_fn.agreement.RankDivergence`.
 
-    ``release``: see :class:`Release`.
+    ``release``: see :class:`Release`; where it is not given, what the environment variable ``FSDP_FN_RELEASE`` says,
+    else FREE. All ranks need the same one.
     """
 
     reshard_after_forward: bool | int = True
     unshard_all_planes_in_backward: bool = False
     offload: bool = False
     divergence_timeout: float = 600.0
-    release: Release = Release.FREE
+    release: Release = field(default_factory=default_release)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "release", Release(self.release))

@@ -87,6 +87,11 @@ class ResizedBuffer:
         return int(self._readable._version)
 
     @property
+    def released(self) -> bool:
+        """Whether what it held is gone: its bytes are, or they are poison."""
+        return self._version is not None
+
+    @property
     def allocated(self) -> int:
         """Bytes held now."""
         return int(self._storage.nbytes())

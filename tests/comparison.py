@@ -121,8 +121,9 @@ def check_bare(template: fsdp_fn.Template) -> None:
 
 
 def check_nothing_gathered() -> None:
-    """No buffer of full weights or packed gradients in this process has bytes."""
-    held = [value.allocated for value in gc.get_objects() if type(value) is ResizedBuffer and value.allocated]
+    """No buffer of full weights or packed gradients in this process has bytes, other than poisoned ones."""
+    buffers = [value for value in gc.get_objects() if type(value) is ResizedBuffer]
+    held = [buffer.allocated for buffer in buffers if buffer.allocated and not buffer.released]
     assert not held, f"buffers of {held} bytes are still allocated"
 
 

@@ -257,7 +257,7 @@ ODD_RANKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "granularity": (Chain, {"placements": fsdp_fn.zero3(fsdp_fn.TensorAtomic())}),
     "strategy": (Chain, {"placements": fsdp_fn.zero2()}),
     "grad_divisor": (Chain, {"grad_divisor": 2.0}),
-    "policy": (Chain, {"policy": fsdp_fn.SchedulePolicy(release=fsdp_fn.Release.POISON)}),
+    "policy": (Chain, {"policy": fsdp_fn.SchedulePolicy(reshard_after_forward=False)}),
     "fault": (Chain, {"placements": "none of ours"}),
 }
 """How the last rank differs from the others."""

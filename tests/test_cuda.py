@@ -128,9 +128,10 @@ def test_a_step_holds_one_unit_at_a_time_and_leaves_nothing(fake_ranks: int) -> 
             return x + self.linear(x)
 
     model = nn.Sequential(*(Layer() for _ in range(depth))).cuda()
+    freed = fsdp_fn.SchedulePolicy(release=fsdp_fn.Release.FREE)
     for layer in model:
-        fsdp_fn.fully_shard(layer)
-    fsdp_fn.fully_shard(model)
+        fsdp_fn.fully_shard(layer, policy=freed)
+    fsdp_fn.fully_shard(model, policy=freed)
     x = torch.randn(8, width, device="cuda")
     full = width * width * 4
     for step in range(3):

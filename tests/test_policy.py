@@ -1,13 +1,14 @@
 """Policies are values: compared and hashed by what they say, and refused where they could not be honoured."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_fn.policy import PrecisionPolicy, Release, SchedulePolicy
+from fsdp_fn.policy import RELEASE_VARIABLE, PrecisionPolicy, Release, SchedulePolicy, default_release
 
 floating = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
 never_cast = st.sampled_from([torch.int64, torch.uint8, torch.bool, torch.complex64])
@@ -23,6 +24,39 @@ def test_a_release_may_be_given_by_its_name() -> None:
 def test_an_unknown_release_is_refused() -> None:
     with pytest.raises(ValueError, match="shred"):
         SchedulePolicy(release="shred")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def fresh_default() -> Iterator[None]:
+    """The default is read again, in this test and after it."""
+    default_release.cache_clear()
+    yield
+    default_release.cache_clear()
+
+
+@pytest.mark.parametrize("named", [None, *Release])
+def test_the_environment_says_which_release_is_the_default(
+    fresh_default: None, monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
+    if named is None:
+        monkeypatch.delenv(RELEASE_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(RELEASE_VARIABLE, named)
+    assert SchedulePolicy().release is Release(named or "free")
+    monkeypatch.setenv(RELEASE_VARIABLE, "shred")
+    assert SchedulePolicy().release is Release(named or "free"), "it is read once"
+    assert SchedulePolicy(release=Release.FREE).release is Release.FREE
+    assert SchedulePolicy(release=Release.POISON).release is Release.POISON
+
+
+@pytest.mark.parametrize("named", ["shred", "", "POISON"])
+def test_a_release_that_the_environment_cannot_mean_is_refused(
+    fresh_default: None, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    monkeypatch.setenv(RELEASE_VARIABLE, named)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"FSDP_FN_RELEASE: expected one of 'free', 'poison', got '{named}'"):
+            SchedulePolicy()
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, "True", None])
@@ -46,7 +80,7 @@ def test_a_switch_that_is_neither_on_nor_off_is_refused_by_name(field: str, valu
 def test_schedule_policies_are_hashed_by_value_and_cannot_be_changed() -> None:
     alike = {
         SchedulePolicy(),
-        SchedulePolicy(release=Release.FREE),
+        SchedulePolicy(release=default_release()),
         SchedulePolicy(unshard_all_planes_in_backward=True),
     }
     assert len(alike) == 2

@@ -85,7 +85,7 @@ def test_a_part_that_was_kept_is_never_taken_for_weights_of_a_later_step() -> No
 
 def count_gathers(kept: bool | int) -> dict[str, tuple[int, int]]:
     """Bytes that this rank's gathers of the first block moved in forward and in backward, and bytes kept between."""
-    policy = fsdp_fn.SchedulePolicy(reshard_after_forward=kept)
+    policy = fsdp_fn.SchedulePolicy(reshard_after_forward=kept, release=fsdp_fn.Release.FREE)
     model = Wrapped.of(build(network), (Block,), policy=policy)
     model.module(vectors(0)).sum().backward()
     with fsdp_fn.record_events(model.module) as log:

@@ -145,8 +145,10 @@ def resident_bytes(model: torch.nn.Module) -> dict[str, int]:
 
 
 def check_memory() -> None:
+    freed = fsdp_fn.SchedulePolicy(release=fsdp_fn.Release.FREE)
     for name, strategy in strategies_for(dist.get_world_size()).items():
-        model = Wrapped.of(build(Small), (Block,), mesh=mesh_for(strategy), placements=strategy).module
+        mesh = mesh_for(strategy)
+        model = Wrapped.of(build(Small), (Block,), mesh=mesh, placements=strategy, policy=freed).module
         units = [child._fsdp_unit.state for child in model.modules() if isinstance(child, FsdpModule)]
         model(tokens()).sum().backward()
         wanted = {"main": 0, "gradient": 0, "at rest": 0}

@@ -209,7 +209,8 @@ def test_a_precision_policy_equals_a_plain_model_with_the_same_casts(world_size:
 
 def count_bytes() -> None:
     """In bf16, so that a group of one rank has gathered weights apart from its main weights too."""
-    model = Wrapper(build(Stack), (Block,), precision=fsdp_fn.PrecisionPolicy(compute_dtype=BF16))
+    freed = fsdp_fn.SchedulePolicy(release=fsdp_fn.Release.FREE)
+    model = Wrapper(build(Stack), (Block,), precision=fsdp_fn.PrecisionPolicy(compute_dtype=BF16), policy=freed)
     modules = {name: m for name, m in model.module.named_modules() if isinstance(m, FsdpModule)}
     storages = {name: module._fsdp_unit.weights.buffer for name, module in modules.items()}
     needed = {name: sum(p.numel() for p in m.parameters()) * 2 for name, m in modules.items() if name}

@@ -14,6 +14,7 @@ from comparison import Wrapper
 from models import Block, Chain, build, vectors
 from torch import nn
 
+import fsdp_fn
 from fsdp_fn.module import FsdpModule
 from harness import run_distributed
 
@@ -24,7 +25,7 @@ def units_of(model: nn.Module) -> dict[str, Any]:
 
 
 def count_bytes() -> None:
-    model = Wrapper(build(Chain), (Block,))
+    model = Wrapper(build(Chain), (Block,), policy=fsdp_fn.SchedulePolicy(release=fsdp_fn.Release.FREE))
     units = units_of(model.module)
     seen: dict[str, list[set[str]]] = {"forward": [], "backward": []}
 
