@@ -7,8 +7,10 @@ forward or its backward runs, and are bare (meta tensors) in between.
 
 from __future__ import annotations
 
+import traceback
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from fsdp_fn.collectives import reduce_scatter
 from fsdp_fn.layout import Layout
 from fsdp_fn.passes import Bracket
 from fsdp_fn.state import UnitState, trainable_tensors
-from fsdp_fn.units import OwnedParameters, Setting
+from fsdp_fn.units import OwnedParameters, Setting, is_under
 from fsdp_fn.weights import weights_of
 
 BOUND = "_fsdp_bound"
@@ -153,3 +155,25 @@ class BoundRoot(BoundUnit):
     def after_backward(self) -> None:
         """The template is bare between uses."""
         self.unbind()
+
+
+@contextmanager
+def naming_bare_weights(root: nn.Module, units: Sequence[UnitTemplate]) -> Iterator[None]:
+    """An operation that meets a bare weight is refused by torch, for its device: say whose weight it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        names = {id(module): name for name, module in root.named_modules()}
+        frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+        readers = [names[id(module)] for module in frames if isinstance(module, nn.Module) and id(module) in names]
+        if "meta" not in str(error) or not readers:
+            raise
+        reader = readers[-1]
+        # Its own unit's weights are there, unless one of the unit's parts is called from outside.
+        below = [unit for unit in units if unit.name and unit.name != reader and is_under(unit.name, reader)]
+        unit = below[0] if below else max((u for u in units if is_under(reader, u.name)), key=lambda u: len(u.name))
+        read = [spec.name for spec in unit.layout.tensors if is_under(spec.name, reader)]
+        raise RuntimeError(
+            f"apply: module {reader!r} was to compute with parameters of unit {unit.name!r}, {read}, while that unit "
+            "is not running: compute with them in the unit's forward, or make a unit of a module around both"
+        ) from error

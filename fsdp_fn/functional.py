@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_fn.binding import BOUND, BoundRoot, BoundUnit, BufferSlot, UnitTemplate
+from fsdp_fn.binding import BOUND, BoundRoot, BoundUnit, BufferSlot, UnitTemplate, naming_bare_weights
 from fsdp_fn.collectives import refresh_planes
 from fsdp_fn.events import EventLog
 from fsdp_fn.gradient_state import gradients_of, with_gradients, without_gradients
@@ -222,6 +222,11 @@ def _bare_copy(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for _, _, _, buffer in registered_buffers(model):
         memo.setdefault(id(buffer), torch.empty_like(buffer, device="meta"))
+    for module in model.modules():
+        for value in vars(module).values():
+            # What a hook computes from weights before each forward (weight_norm, pruning) cannot be copied.
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                memo[id(value)] = torch.empty_like(value, device="meta")
     return copy.deepcopy(model, memo)
 
 
@@ -252,7 +257,7 @@ def apply(template: Template, state: ModelState, *args: Any, **kwargs: Any) -> t
     bracket = Bracket(top.setting.policy.release, template.log)
     others = [BoundUnit(unit, state.units[unit.name], bracket) for unit in nested]
     root = BoundRoot(top, state.units[top.name], bracket, others, template.buffer_slots, buffers)
-    with _bound(template, root):
+    with _bound(template, root), naming_bare_weights(template.module, template.units):
         output = template.module(*args, **kwargs)
         _refuse_new_buffers(template)
     # Copies: a checkpointed module runs again in backward, and changes its buffers then.

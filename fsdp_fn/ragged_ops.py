@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from fsdp_fn.holders import say_which
 from fsdp_fn.ragged_placement import RaggedSpec, is_ragged
 from fsdp_fn.ragged_reduce import NORMS, run_norms, run_unscale
 from fsdp_fn.ragged_unfinished import unfinished_result
@@ -56,7 +57,11 @@ _FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
 
 def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> Any:
     """Run one dispatched operation of which some argument is ragged. ``make`` builds a ragged tensor."""
-    return _rule(func)(func, args, kwargs, make)
+    try:
+        return _rule(func)(func, args, kwargs, make)
+    except (RuntimeError, TypeError, ValueError) as error:
+        say_which(error, (args, kwargs))
+        raise
 
 
 @functools.cache
@@ -149,7 +154,8 @@ def _operand(value: Any, lead: DTensor, func: torch._ops.OpOverload) -> Any:
     if not isinstance(value, DTensor):
         if value.ndim == 0:
             return value
-        raise TypeError(
+        # No TypeError: of one Python's operators would say no more than that they do not know the types.
+        raise NotImplementedError(
             f"{func}: got a ragged DTensor of shape {tuple(lead.shape)} and a plain tensor of shape "
             f"{tuple(value.shape)}; give a DTensor on the same mesh, or work on to_local() or full_tensor()"
         )

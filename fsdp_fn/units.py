@@ -117,8 +117,12 @@ def ties_moved_up(owned_by_unit: Mapping[str, OwnedParameters], model: nn.Module
 
 
 def _lowest_around(paths: list[str], units: list[str]) -> str:
-    around = [unit for unit in units if all(not unit or path == unit or path.startswith(f"{unit}.") for path in paths)]
-    return max(around, key=len)
+    return max((unit for unit in units if all(is_under(path, unit) for path in paths)), key=len)
+
+
+def is_under(path: str, top: str) -> bool:
+    """Whether ``path`` is that of module ``top`` or of something in it."""
+    return not top or path == top or path.startswith(f"{top}.")
 
 
 def _each_once(slots: Sequence[Slot]) -> tuple[Slot, ...]:

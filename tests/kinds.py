@@ -6,7 +6,7 @@ gradients, gradients of inputs and stepped weights are compared in each step; ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,16 @@ import torch.distributed as dist
 from comparison import PATHS, Path, check_equal, check_named, reference_gradients, same_weights
 from models import build, vectors
 from torch import nn
+
+
+def each(names: Iterable[str], run: Callable[[str], None]) -> None:
+    """``run`` of each name; a failure says which."""
+    for name in names:
+        try:
+            run(name)
+        except BaseException as error:
+            raise AssertionError(f"{name}: {error}") from error
+
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
