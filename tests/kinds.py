@@ -78,10 +78,9 @@ def train_step(kind: Kind, model: Path, plain: nn.Module, step: int) -> None:
     mean = reference_gradients(plain)
     check_named(model.gradients(), mean, f"gradient of step {step}", zeros_for_none=True, **CLOSE)
     model.step(0.1)
-    with torch.no_grad():
-        for name, parameter in plain.named_parameters():
-            grad = mean[name]
-            if grad is not None:
-                parameter.sub_(grad, alpha=0.1)
-            parameter.grad = None
+    for name, parameter in plain.named_parameters():
+        grad = mean[name]
+        if grad is not None:
+            parameter.data = parameter.detach().sub(grad, alpha=0.1)  # expanded ones cannot be written in place
+        parameter.grad = None
     check_named(model.weights(), same_weights(plain), f"weight after step {step}", **CLOSE)

@@ -128,7 +128,7 @@ def train_complex_with_policies(path: str) -> None:
     }
     for precision in policies.values():
         beside_plain(kind, path, precision=precision)
-    for strategy in (fsdp_fn.ddp(), fsdp_fn.zero1(), fsdp_fn.zero2()):
+    for strategy in (fsdp_fn.zero1(), fsdp_fn.zero2()):
         beside_plain(kind, path, placements=strategy)
     model = PATHS[path](build(kind.make), kind.units, precision=BF16)
     output = model(vectors().bfloat16())
