@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from comparison import PATHS, check_equal
 from kinds import CLOSE, Kind, beside_plain, each
 from models import WIDTH, build, vectors
@@ -212,5 +210,3 @@ def test_a_parameter_without_dimensions_is_refused_by_the_wrapper_and_served_as_
 ) -> None:
     """After pytorch/pytorch#132934."""
     run_distributed(world_size, without_dimensions, path)
-
-
