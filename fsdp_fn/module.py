@@ -100,7 +100,14 @@ class FsdpModule:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(f"{type(self).__name__} is sharded and cannot be copied: copy the module before fully_shard")
+        self.__reduce_ex__(4)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """``copy``, ``pickle`` and ``torch.save`` of the module: what they made would share shards, or lose them."""
+        raise TypeError(
+            f"{type(self).__name__} is sharded and cannot be copied or pickled: copy the module before fully_shard; to "
+            "save it, save its state_dict() or call save_checkpoint"
+        )
 
 
 def _refuse_assign() -> NoReturn:

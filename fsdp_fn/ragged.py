@@ -10,6 +10,7 @@ makes itself and places otherwise (a full optimizer state dict that it distribut
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -70,6 +71,22 @@ class RaggedTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The rows alone: the storage that they are a view of holds the whole unit's.
         return _rebuild, (self._local_tensor.detach().clone(), self._spec, self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
+        """A copy of these rows, gradient and attributes; torch's own would look for a storage behind the face."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if not self.is_leaf:
+                raise RuntimeError("deepcopy of a ragged DTensor that has a gradient history: detach() it before")
+            copied = memo.get(id(self))
+            if copied is None:
+                copied = from_spec(
+                    self._local_tensor.detach().clone(), cast(RaggedSpec, self._spec), self.requires_grad
+                )
+                memo[id(self)] = copied
+                kept = {key: value for key, value in self.__dict__.items() if key not in copied.__dict__}
+                copied.__dict__.update(copy.deepcopy(kept, memo))
+                copied.grad = copy.deepcopy(self.grad, memo)
+            return copied
 
     @property
     def data(self) -> RaggedTensor:

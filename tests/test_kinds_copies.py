@@ -60,6 +60,15 @@ def copies_of_state() -> None:
             check_equal(one[name].full_tensor(), value, name)
     model.module.load_state_dict(again)
     check_as(model, plain, "loading the copy")
+    model(vectors()).sum().backward()
+    parameters = copy.deepcopy(dict(model.module.named_parameters()))
+    for name, parameter in model.module.named_parameters():
+        one = parameters[name]
+        assert isinstance(one, nn.Parameter), name
+        check_equal(local(one), local(parameter), name)
+        check_equal(local(one.grad), local(parameter.grad), f"gradient of {name}")
+        assert local(one).untyped_storage().nbytes() == local(one).nbytes, f"{name}: its own rows alone"
+    model.module.zero_grad()
     _, functional = fsdp_fn.shard(plain)
     for one in (copy.deepcopy(functional), pickle.loads(pickle.dumps(functional))):
         for flat, other in zip(one.units[""].main.segments, functional.units[""].main.segments, strict=True):
@@ -143,12 +152,12 @@ def loads() -> None:
 def loads_at_odd_moments() -> None:
     model, plain = wrapped()
     module = model.module
-    twos = {name: torch.full_like(value, 0.5) for name, value in module.state_dict().items()}
+    twos = {name: torch.full_like(value, 0.1) for name, value in module.state_dict().items()}
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
         with mode():
             module.load_state_dict(twos)
-        plain.load_state_dict({name: torch.full_like(value, 0.5) for name, value in plain.state_dict().items()})
+        plain.load_state_dict({name: torch.full_like(value, 0.1) for name, value in plain.state_dict().items()})
         check_as(model, plain, f"a load under {mode.__name__}")
         module(vectors()).square().mean().backward()
         optimizer.step()
@@ -165,7 +174,7 @@ def loads_at_odd_moments() -> None:
     with refused(RuntimeError, "weights were changed between this forward and its backward", "a load between"):
         loss.backward()
     model.check_at_rest()
-    plain.load_state_dict({name: torch.full_like(value, 0.5) for name, value in plain.state_dict().items()})
+    plain.load_state_dict({name: torch.full_like(value, 0.1) for name, value in plain.state_dict().items()})
     module.zero_grad()
     check_as(model, plain, "a load between forward and backward")
 

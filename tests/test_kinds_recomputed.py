@@ -15,7 +15,7 @@ from kinds import Kind, beside_plain, each
 from models import WIDTH, Block, maybe_checkpoint
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -130,8 +130,6 @@ class Inner(nn.Module):
 
 def wrap_both_ways() -> None:
     """torch's wrapper module inside a unit, as the unit, and around one."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-
     for path in PATHS:
         for units in ((), (Block,), (CheckpointWrapper,)):
             beside_plain(Kind(lambda: Inner(True), units), path)
