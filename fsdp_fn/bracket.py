@@ -79,10 +79,11 @@ class Unit(ABC):
         policy: SchedulePolicy,
         shards: tuple[torch.Tensor, ...] = (),
         tops: Sequence[Top] = (),
+        reduced_nbytes: int = 0,
         agreed: AgreedUnit | None = None,
     ) -> None:
         self.rename(name)
-        self.agreed = agreed
+        self.agreed, self.reduced_nbytes = agreed, reduced_nbytes
         self.tops = tuple(tops)
         self.slots = tuple(slots)
         self._places = {(id(container), key) for container, key, _ in slots}
@@ -341,7 +342,8 @@ class Unit(ABC):
         finally:
             self.leave_backward(call, current)
         current.delivered[self] = None
-        self._log(Phase.BACKWARD, Action.REDUCE, started, self.weights.nbytes)
+        if self.differentiable:
+            self._log(Phase.BACKWARD, Action.REDUCE, started, self.reduced_nbytes)
         return shard_grads
 
     def leave_backward(self, call: UnitCall, current: BackwardPass) -> None:
