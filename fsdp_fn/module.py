@@ -22,12 +22,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_fn.escapes import held_parameters
 from fsdp_fn.events import EventLog
 from fsdp_fn.face import Borrowed, ShardedUnit
 from fsdp_fn.groups import axes_of, default_mesh, mesh_device, raise_together
+from fsdp_fn.holders import hold, holder, name_of_original, note_original
 from fsdp_fn.passes import Bracket, in_backward
 from fsdp_fn.placement import Placements
 from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
@@ -49,21 +49,6 @@ from fsdp_fn.units import (
 )
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
-
-_sharded_originals = WeakTensorKeyDictionary()
-"""Plain parameters that were sharded: weakly the DTensor parameter in their place, and their name."""
-
-_holders = WeakTensorKeyDictionary()
-"""DTensor parameters: weakly the unit that holds each, and its index there."""
-
-
-def _holder(parameter: nn.Parameter) -> tuple[ShardedUnit, int] | None:
-    """The unit that holds a parameter, given as it was or as it is now, and its index there."""
-    known = _sharded_originals.get(parameter)
-    face = parameter if known is None else known[0]()
-    reference, index = (None, 0) if face is None else _holders.get(face, (None, 0))
-    unit = None if reference is None else reference()
-    return None if unit is None else (unit, index)
 
 
 @torch.compiler.disable(reason="a wrapped module gathers and releases storage, which does not trace")  # type: ignore[untyped-decorator]
@@ -202,13 +187,14 @@ def _owned(
     nested = {path: child._fsdp_unit for path, child in _nested(module).items()}
     if not every.parameters and not nested:
         raise ValueError(f"{name} has no parameters: there is nothing to shard")
-    owned, ties, borrowed = find_ties(every, module, nested, _holder)
+    owned, ties, borrowed = find_ties(every, module, nested, holder)
     check_parameters(owned, name, device_type, [axis.name for axis in setting.axes])
     check_references(owned, module, name)
     for held in held_parameters(module.modules()):
-        if held.parameter in _sharded_originals and held.container is None:
+        sharded_as = name_of_original(held.parameter)
+        if sharded_as is not None and held.container is None:
             raise ValueError(
-                f"{held.where} holds {_sharded_originals[held.parameter][1]}, which a unit of its own has sharded "
+                f"{held.where} holds {sharded_as}, which a unit of its own has sharded "
                 "since; hold it in a list or a dict, or reach it by its name alone"
             )
     for path, parameter in zip(owned.names, owned.parameters, strict=True):
@@ -219,7 +205,7 @@ def _owned(
     check_ties(ties, setting, name)
     held_now = [(c, key, every.parameters[index]) for c, key, index in every.slots]
     held_now += [(slot.container, slot.key, slot.container[slot.key]) for u in nested.values() for slot in u.borrowed]
-    return with_ties(owned, [(c, key, as_sharded(held, _holder)) for c, key, held in held_now], ties), ties, borrowed
+    return with_ties(owned, [(c, key, as_sharded(held, holder)) for c, key, held in held_now], ties), ties, borrowed
 
 
 def _commit(
@@ -233,14 +219,15 @@ def _commit(
     for child, unit, made in successors:
         made.adopt()
         _replace(child, unit, made)
-    _hold(sharded)
+    hold(sharded)
+    _live_units.add(sharded)
     for path, parameter, face in zip(owned.names, owned.parameters, sharded.parameters, strict=True):
         if parameter is not face:
-            _sharded_originals[parameter] = (weakref.ref(face), f"{path!r} of {type(module).__name__}")
+            note_original(parameter, face, f"{path!r} of {type(module).__name__}")
     for parameters, name, index in owned.slots:
         parameters[name] = sharded.parameters[index]
     for slot in sharded.borrowed:
-        slot.container[slot.key] = as_sharded(slot.container[slot.key], _holder)
+        slot.container[slot.key] = as_sharded(slot.container[slot.key], holder)
     module.__dict__["_fsdp_unit"] = sharded
     module.__class__ = _wrapped_class(cast(Any, type(module)))
     sharded.agreed = sharded.setting.agreed_unit()
@@ -251,26 +238,20 @@ def _commit(
         unit.bracket = sharded.bracket
 
 
-def _hold(unit: ShardedUnit) -> None:
-    """Note what a unit holds from now on."""
-    for index, face in enumerate(unit.parameters):
-        _holders[face] = (weakref.ref(unit), index)
-    _live_units.add(unit)
-
-
 def _replace(module: Any, unit: ShardedUnit, made: ShardedUnit) -> None:
     """Put a unit in the place of one that is laid out anew."""
     unit.retire()
     _live_units.discard(unit)
-    _hold(made)
+    hold(made)
+    _live_units.add(made)
     module.__dict__["_fsdp_unit"] = made
 
 
 def _lead_to_units(module: nn.Module) -> None:
     """Have lists and dicts in ``module`` that hold parameters which nested units replaced hold the new ones."""
     for held in list(held_parameters(module.modules())):
-        if held.parameter in _sharded_originals:
-            found = _holder(held.parameter)
+        if name_of_original(held.parameter) is not None:
+            found = holder(held.parameter)
             if found is not None:
                 unit, index = found
                 held.container[held.key] = unit.parameters[index]
@@ -349,10 +330,11 @@ def mark_weights_changed(module: nn.Module) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if not isinstance(parameter, RaggedTensor) and parameter in _sharded_originals:
+            sharded_as = None if isinstance(parameter, RaggedTensor) else name_of_original(parameter)
+            if sharded_as is not None:
                 raise RuntimeError(
                     f"this optimizer ({type(optimizer).__name__}) was made before fully_shard and holds the plain "
-                    f"parameter {_sharded_originals[parameter][1]}, which the model no longer reads: make it afterwards"
+                    f"parameter {sharded_as}, which the model no longer reads: make it afterwards"
                 )
     for unit in _units_of(optimizer):
         if unit.delivery.unfinished():
