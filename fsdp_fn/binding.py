@@ -22,7 +22,7 @@ from fsdp_fn.bracket import Unit
 from fsdp_fn.collectives import reduce_scatter
 from fsdp_fn.layout import Layout
 from fsdp_fn.passes import Bracket
-from fsdp_fn.state import UnitState, trainable_tensors
+from fsdp_fn.state import UnitState, reduced_bytes, trainable_tensors
 from fsdp_fn.units import OwnedParameters, Setting, is_under
 from fsdp_fn.weights import weights_of
 
@@ -79,6 +79,7 @@ class BoundUnit(Unit):
             template.setting.policy,
             self._leaves.segments,
             owned.tops,
+            reduced_bytes(state),
             template.agreed,
         )
 

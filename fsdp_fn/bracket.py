@@ -26,6 +26,7 @@ from torch import nn
 from fsdp_fn.agreement import AgreedUnit
 from fsdp_fn.boundary import Close, open_of
 from fsdp_fn.containers import cast_floating, map_tensors
+from fsdp_fn.crossing import crosses_devices, refuse_late_gradients
 from fsdp_fn.escapes import (
     Top,
     WatchedModules,
@@ -79,10 +80,11 @@ class Unit(ABC):
         policy: SchedulePolicy,
         shards: tuple[torch.Tensor, ...] = (),
         tops: Sequence[Top] = (),
+        reduced_nbytes: int = 0,
         agreed: AgreedUnit | None = None,
     ) -> None:
         self.rename(name)
-        self.agreed = agreed
+        self.agreed, self.reduced_nbytes = agreed, reduced_nbytes
         self.tops = tuple(tops)
         self.slots = tuple(slots)
         self._places = {(id(container), key) for container, key, _ in slots}
@@ -104,6 +106,10 @@ class Unit(ABC):
         self._uses = 0
         self._kept = False
         self._backward_calls = 0
+        self._unreduced: set[UnitCall] = set()
+        self._device = device
+        self._crosses: bool | None = False if device.type == "cpu" else None
+        refuse_late_gradients(self)
         self._installed: Sequence[Any] = self.resting
 
     @abstractmethod
@@ -148,6 +154,11 @@ class Unit(ABC):
         """Another unit has taken its place: let go what it keeps, and refuse what would still come back to it."""
         self.drop_kept()
         self.retired = True
+
+    @property
+    def awaits_gradients(self) -> bool:
+        """Whether a call's backward runs whose gradients were not reduced yet."""
+        return bool(self._unreduced)
 
     @property
     def gathered(self) -> bool:
@@ -258,6 +269,8 @@ class Unit(ABC):
             return output
         if not needing:
             return output
+        if self._crosses is None:
+            self._crosses = crosses_devices(needing.values(), token, self._device)
         shared = shared_storages(needing.values(), (*args, *kwargs.values()))
         closed = dict(zip(needing, Close.apply(token, call, shared, *needing.values()), strict=True))
 
@@ -310,6 +323,7 @@ class Unit(ABC):
         self._acquire(Phase.BACKWARD)
         call.opened_at = time.perf_counter()
         current.calls[call] = None
+        self._unreduced.add(call)
         self._backward_calls += 1
         if self._backward_calls == 1:
             with torch.enable_grad():
@@ -339,9 +353,12 @@ class Unit(ABC):
             with torch.no_grad():
                 shard_grads = self.deliver(grads)
         finally:
-            self.leave_backward(call, current)
+            self._unreduced.discard(call)
+            if not self._crosses:  # see [Note: order of backward]
+                self.leave_backward(call, current)
         current.delivered[self] = None
-        self._log(Phase.BACKWARD, Action.REDUCE, started, self.weights.nbytes)
+        if self.differentiable:
+            self._log(Phase.BACKWARD, Action.REDUCE, started, self.reduced_nbytes)
         return shard_grads
 
     def leave_backward(self, call: UnitCall, current: BackwardPass) -> None:
@@ -349,6 +366,7 @@ class Unit(ABC):
         if call not in current.calls:
             return
         del current.calls[call]
+        self._unreduced.discard(call)
         self._backward_calls -= 1
         if self._backward_calls == 0:
             self._install(self.resting)

@@ -21,7 +21,7 @@ from fsdp_fn.passes import Bracket
 from fsdp_fn.placement import Placement, gradient_placements
 from fsdp_fn.ragged import RaggedSpec, from_spec, placed_as
 from fsdp_fn.ragged_placement import is_ragged
-from fsdp_fn.state import UnitState, trainable_tensors
+from fsdp_fn.state import UnitState, reduced_bytes, trainable_tensors
 from fsdp_fn.tensor_parallel import TensorParallel, tensor_parallel_of
 from fsdp_fn.units import OwnedParameters, Setting
 from fsdp_fn.weights import Changes, weights_of
@@ -93,6 +93,7 @@ class ShardedUnit(Unit):
             precision,
             setting.policy,
             tops=owned.tops,
+            reduced_nbytes=reduced_bytes(state),
         )
 
     def adopt(self) -> None:

@@ -1,13 +1,15 @@
-"""Holders: which live unit holds a parameter, found by the plain parameter from before or by the sharded one.
+"""Holders: which live unit holds a parameter, found by the plain one that it was or by the sharded one that it is.
 
-Promises: nothing here keeps a unit, a model or a parameter alive.
+Promises: no unit and no parameter is kept alive. There is no weak reference to a sharded parameter either, for
+``nn.Module.to`` swaps such tensors, which torch refuses where there is one.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -16,30 +18,68 @@ from torch.utils.weak import WeakTensorKeyDictionary
 if TYPE_CHECKING:
     from fsdp_fn.face import ShardedUnit
 
-sharded_originals = WeakTensorKeyDictionary()
-"""Plain parameters that were sharded: weakly the DTensor parameter in their place, and their name."""
 
-_holders = WeakTensorKeyDictionary()
-"""DTensor parameters: weakly the unit that holds each, and its index there."""
+class _Place:
+    """Where a sharded parameter is now: a unit, which keeps it alive, and its index there."""
+
+    __slots__ = ("index", "reference")
+
+    def __init__(self, reference: weakref.ref[ShardedUnit], index: int) -> None:
+        self.reference, self.index = reference, index
+
+    def held(self) -> tuple[ShardedUnit, int] | None:
+        unit = self.reference()
+        return None if unit is None else (unit, self.index)
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        unit = self.reference()
+        return unit is not None and self.index < len(unit.parameters) and unit.parameters[self.index] is parameter
 
 
-def note_holder(parameter: nn.Parameter, unit: ShardedUnit, index: int) -> None:
-    """``unit`` holds the sharded ``parameter`` from now on."""
-    _holders[parameter] = (weakref.ref(unit), index)
+_places: Final[dict[int, _Place]] = {}
+"""By the identity of the sharded parameter, which is its own as long as the place holds it."""
+
+_originals: Final = WeakTensorKeyDictionary()
+"""Plain parameters that were sharded: their places, and their names."""
 
 
-def note_original(original: nn.Parameter, parameter: nn.Parameter, name: str) -> None:
-    """The sharded ``parameter`` stands in the place of ``original`` from now on."""
-    sharded_originals[original] = (weakref.ref(parameter), name)
+def hold(unit: ShardedUnit) -> None:
+    """Note that ``unit`` holds its parameters from now on."""
+    reference = weakref.ref(unit, functools.partial(_forget, tuple(id(parameter) for parameter in unit.parameters)))
+    for index, parameter in enumerate(unit.parameters):
+        place = _places.get(id(parameter))
+        if place is not None and place.holds(parameter):
+            place.reference, place.index = reference, index
+        else:
+            _places[id(parameter)] = _Place(reference, index)
+
+
+def _forget(identities: tuple[int, ...], reference: weakref.ref[ShardedUnit]) -> None:
+    for identity in identities:
+        place = _places.get(identity)
+        if place is not None and place.reference is reference:
+            del _places[identity]
+
+
+def note_original(original: nn.Parameter, sharded: nn.Parameter, name: str) -> None:
+    """Note what a plain parameter became; ``name``: for errors."""
+    _originals[original] = _places[id(sharded)], name
+
+
+def name_of_original(parameter: object) -> str | None:
+    """Under which name a plain parameter was sharded; None for any other."""
+    known = _originals.get(parameter)
+    return None if known is None else known[1]
 
 
 def holder(parameter: nn.Parameter) -> tuple[ShardedUnit, int] | None:
     """The unit that holds a parameter, given as it was or as it is now, and its index there."""
-    known = sharded_originals.get(parameter)
-    face = parameter if known is None else known[0]()
-    reference, index = (None, 0) if face is None else _holders.get(face, (None, 0))
-    unit = None if reference is None else reference()
-    return None if unit is None else (unit, index)
+    known = _originals.get(parameter)
+    if known is not None:
+        place: _Place = known[0]
+        return place.held()
+    found = _places.get(id(parameter))
+    return found.held() if found is not None and found.holds(parameter) else None
 
 
 def say_which(error: Exception, operands: Sequence[Any]) -> None:

@@ -27,7 +27,7 @@ from fsdp_fn.escapes import held_parameters
 from fsdp_fn.events import EventLog
 from fsdp_fn.face import Borrowed, ShardedUnit
 from fsdp_fn.groups import axes_of, default_mesh, mesh_device, raise_together
-from fsdp_fn.holders import holder, note_holder, note_original, sharded_originals
+from fsdp_fn.holders import hold, holder, name_of_original, note_original
 from fsdp_fn.passes import Bracket, in_backward
 from fsdp_fn.placement import Placements
 from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
@@ -198,9 +198,10 @@ def _owned(
     check_parameters(owned, name, device_type, [axis.name for axis in setting.axes])
     check_references(owned, module, name)
     for held in held_parameters(module.modules()):
-        if held.parameter in sharded_originals and held.container is None:
+        sharded_as = name_of_original(held.parameter)
+        if sharded_as is not None and held.container is None:
             raise ValueError(
-                f"{held.where} holds {sharded_originals[held.parameter][1]}, which a unit of its own has sharded "
+                f"{held.where} holds {sharded_as}, which a unit of its own has sharded "
                 "since; hold it in a list or a dict, or reach it by its name alone"
             )
     for path, parameter in zip(owned.names, owned.parameters, strict=True):
@@ -225,7 +226,8 @@ def _commit(
     for child, unit, made in successors:
         made.adopt()
         _replace(child, unit, made)
-    _hold(sharded)
+    hold(sharded)
+    _live_units.add(sharded)
     for path, parameter, face in zip(owned.names, owned.parameters, sharded.parameters, strict=True):
         if parameter is not face:
             note_original(parameter, face, f"{path!r} of {type(module).__name__}")
@@ -243,25 +245,19 @@ def _commit(
         unit.bracket = sharded.bracket
 
 
-def _hold(unit: ShardedUnit) -> None:
-    """Note what a unit holds from now on."""
-    for index, face in enumerate(unit.parameters):
-        note_holder(face, unit, index)
-    _live_units.add(unit)
-
-
 def _replace(module: Any, unit: ShardedUnit, made: ShardedUnit) -> None:
     """Put a unit in the place of one that is laid out anew."""
     unit.retire()
     _live_units.discard(unit)
-    _hold(made)
+    hold(made)
+    _live_units.add(made)
     module.__dict__["_fsdp_unit"] = made
 
 
 def _lead_to_units(module: nn.Module) -> None:
     """Have lists and dicts in ``module`` that hold parameters which nested units replaced hold the new ones."""
     for held in list(held_parameters(module.modules())):
-        if held.parameter in sharded_originals:
+        if name_of_original(held.parameter) is not None:
             found = holder(held.parameter)
             if found is not None:
                 unit, index = found
@@ -341,10 +337,11 @@ def mark_weights_changed(module: nn.Module) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if not isinstance(parameter, RaggedTensor) and parameter in sharded_originals:
+            sharded_as = None if isinstance(parameter, RaggedTensor) else name_of_original(parameter)
+            if sharded_as is not None:
                 raise RuntimeError(
                     f"this optimizer ({type(optimizer).__name__}) was made before fully_shard and holds the plain "
-                    f"parameter {sharded_originals[parameter][1]}, which the model no longer reads: make it afterwards"
+                    f"parameter {sharded_as}, which the model no longer reads: make it afterwards"
                 )
     for unit in _units_of(optimizer):
         if unit.delivery.unfinished():

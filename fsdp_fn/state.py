@@ -214,6 +214,14 @@ def trainable_tensors(layout: Layout) -> tuple[int, ...]:
     return tuple(index for index, spec in enumerate(layout.tensors) if spec.requires_grad)
 
 
+def reduced_bytes(unit: UnitState) -> int:
+    """Bytes of a unit's full gradients as ranks send them; 0 where every axis is one rank."""
+    if all(axis.size == 1 for axis in unit.axes):
+        return 0
+    segments = (unit.layout.segments[index] for index in trainable_segments(unit.layout))
+    return sum(segment.size * unit.precision.reduce(segment.dtype).itemsize for segment in segments)
+
+
 def zeros_like_main(unit: UnitState) -> Buffer:
     """A buffer of zeros for the trainable segments, placed and typed as the main weights."""
     held = trainable_segments(unit.layout)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from random_modules import Leaf
-from random_sides import Batch, Side, Tensors, loss_of, torch_optimizer
+from random_sides import Batch, Side, Tensors, loss_of, toggle, torch_optimizer
 from random_specs import Draw
 from strategies import assembled, mesh_for, strategies_for
 from torch import nn
@@ -145,6 +145,10 @@ class WrapperSide(ShardedSide):
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=self.draw.training.set_to_none)
+
+    def refreeze(self, names: Collection[str]) -> None:
+        for name in names:
+            toggle(self.module.get_parameter(name))
 
     def gradients(self) -> dict[str, Part]:
         found = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +94,19 @@ def torch_optimizer(draw: Draw, parameters: list[Any], *, foreach: bool | None) 
     return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, foreach=foreach)
 
 
+def refreezes(draw: Draw) -> bool:
+    """Whether parameters are frozen and unfrozen between steps: of a wrapped model whose optimizer holds them."""
+    return draw.training.refrozen and draw.sharding.path == "wrapper" and draw.training.held == "parameters"
+
+
+def toggle(parameter: nn.Parameter) -> None:
+    parameter.requires_grad_(not parameter.requires_grad)
+
+
+def trained_in(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 class PlainSide(Side):
     """The reference. ``model`` holds the main weights; ``computing`` is the same, or a copy in the compute dtype."""
 
@@ -103,8 +116,10 @@ class PlainSide(Side):
         self.casts = draw.sharding.precision == "bfloat16"
         if self.casts:
             self.computing = copy.deepcopy(model)
-        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = torch_optimizer(draw, list(self.trained.values()), foreach=None)
+        self.trained = trained_in(model)
+        self.ever_trained = dict(self.trained)
+        held = list(model.parameters()) if refreezes(draw) else list(self.trained.values())
+        self.optimizer = torch_optimizer(draw, held, foreach=None)
 
     def begin(self) -> None:
         if self.casts:
@@ -158,5 +173,12 @@ class PlainSide(Side):
     def load(self, weights: Tensors) -> None:
         """Take over trained weights."""
         with torch.no_grad():
-            for name, parameter in self.trained.items():
+            for name, parameter in self.ever_trained.items():
                 parameter.copy_(weights[name])
+
+    def refreeze(self, names: Collection[str]) -> None:
+        for name in names:
+            for model in {id(model): model for model in (self.model, self.computing)}.values():
+                toggle(model.get_parameter(name))
+        self.trained = trained_in(self.model)
+        self.ever_trained |= self.trained

@@ -157,7 +157,8 @@ class Training(_Brief):
     """``backwards``: "after each" forward, "in order" or "reversed" after all of them, or "together", as one.
 
     ``held``: what the optimizer holds. ``in_place``: of a functional optimizer's update. ``evaluation``: under which
-    mode; ``evaluated``: "between steps", or "before backward" too.
+    mode; ``evaluated``: "between steps", or "before backward" too. ``refrozen``: of a wrapped model's parameters some
+    are frozen and others unfrozen between steps.
     """
 
     microbatches: int = 1
@@ -171,6 +172,7 @@ class Training(_Brief):
     clip: float | None = None
     evaluation: str | None = None
     evaluated: str = "between steps"
+    refrozen: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -344,4 +346,5 @@ def _draw_training(rng: random.Random, sharding: Sharding) -> Training:
         clip=rng.choice((None, None, 0.05, 100.0)),
         evaluation=rng.choice((None, "no_grad", "inference_mode")),
         evaluated=rng.choice(("between steps", "before backward")),
+        refrozen=rng.random() < 0.4,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import random
 import re
 import traceback
 import warnings
@@ -22,21 +23,19 @@ from comparison import check_nothing_gathered
 from models import VOCABULARY
 from random_modules import build
 from random_sharded import FunctionalSide, ShardedSide, WrapperSide, as_bytes
-from random_sides import Batch, PlainSide
+from random_sides import Batch, PlainSide, refreezes
 from random_specs import NOT_ALL_TRAINED, BranchSpec, Draw, LeafSpec, NodeSpec
 
 from fsdp_fn import Release
 from fsdp_fn.runtime import ResizedBuffer
 
 STEPS, ROWS = 3, 4
+REFROZEN = 0.3
+"""Of the parameters, where ``requires_grad`` changes between steps."""
 TOLERANCES = {"float32": (5e-4, 1e-5), "float64": (1e-9, 1e-10), "bfloat16": (3e-2, 3e-3)}
 SIDES: dict[str, type[WrapperSide] | type[FunctionalSide]] = {"wrapper": WrapperSide, "functional": FunctionalSide}
 
-REFUSALS = (
-    r"parameter .* tied to",
-    r"parameter .* is a DTensor already",
-    r"\(reached past the unit's outputs\)",
-)
+REFUSALS = (r"\(reached past the unit's outputs\)",)
 """What a set-up may be refused for; on some ranks this comes as a RankFault that quotes it."""
 
 
@@ -134,6 +133,8 @@ class Beside:
     def train(self) -> list[str]:
         """All steps, and a forward after each; what differed."""
         for step in range(STEPS):
+            if step and refreezes(self.draw):
+                self.refreeze(step)
             self.step(step)
             if self.draw.training.evaluation is not None:
                 ours, plain = self.inputs()
@@ -143,6 +144,21 @@ class Beside:
             # In plain PyTorch too, a checkpoint's graph holds the module, which would hold the graph.
             self.ours.forget_kept()
         return self.problems
+
+    def refreeze(self, number: int) -> None:
+        """Freeze and unfreeze what a step of that number draws."""
+        assert isinstance(self.ours, WrapperSide)
+        rng = random.Random(f"{self.draw.seed} {number}")
+        # Without "always" a leaf of spare weights would be reached by the backward of one rank alone.
+        names = [
+            name
+            for name, parameter in self.plain.model.named_parameters()
+            if rng.random() < REFROZEN
+            and parameter.dtype in (torch.float32, torch.float64)
+            and not name.endswith("always")
+        ]
+        self.plain.refreeze(names)
+        self.ours.refreeze(names)
 
     def step(self, number: int) -> None:
         """One step of both sides."""
@@ -231,7 +247,7 @@ class Beside:
         """Full weights, frozen ones too."""
         for name, value in self.ours.full_weights().items():
             wanted = self.plain.model.get_parameter(name)
-            exact = not wanted.requires_grad
+            exact = not any(wanted is trained for trained in self.plain.ever_trained.values())
             self.compare(value, as_bytes(wanted), f"full weight {name} at the end", exact=exact)
 
     def piece(self, whole: torch.Tensor, elements: range) -> torch.Tensor:

@@ -289,23 +289,6 @@ def replace_a_parameter() -> None:
         case.check_as_it_was("the parameter put back")
 
 
-def unfreeze() -> None:
-    plain = build(Chain)
-    plain.first.up.requires_grad_(False)
-    model = fsdp_fn.fully_shard(copy.deepcopy(plain))
-    model.first.up.weight.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"'first\.up\.weight' was frozen.*before fully_shard"):
-        model(vectors())
-    model.first.up.weight.requires_grad_(False)
-    model.head.requires_grad_(False)
-    output = model(vectors())
-    check_equal(output, plain(vectors()), "output")
-    output.sum().backward()
-    for name, parameter in model.named_parameters():
-        frozen = name.startswith(("first.up.", "head."))
-        assert (parameter.grad is None) == frozen, f"{name}: gradient {parameter.grad}"
-
-
 def copy_the_model() -> None:
     case = Sharded()
     for one in (case.model, case.model.block, nn.Sequential(case.model)):
@@ -320,7 +303,6 @@ MISUSES = [
     load_what_is_no_shard,
     assign_from_above,
     replace_a_parameter,
-    unfreeze,
     copy_the_model,
 ]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,15 +21,6 @@ import fsdp_fn
 pytestmark = pytest.mark.gpu
 
 TOKENS = [[0, 3, 1, 4], [2, 2, 0, 1]]
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    """A process group of one rank over NCCL."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("nccl", rank=0, world_size=1, store=store)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Count what is sent: bytes of full buffers, taken from the calls that reach the process groups."""
+"""Traffic: bytes of full buffers that are launched on process groups, by kind of collective and group."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-
-from fsdp_fn import gathering, reducing
 
 Traffic = Counter[tuple[str, str]]
 """Bytes of full buffers, by kind of collective and group."""
@@ -44,6 +42,8 @@ class _Counting:
 def counted() -> Iterator[Traffic]:
     """Traffic of what runs inside."""
     found: Traffic = Counter()
+    from fsdp_fn import gathering, reducing
+
     before = gathering.process_group
     replaced: Any = lambda axis: _Counting(before(axis), found)  # noqa: E731
     gathering.process_group = reducing.process_group = replaced
