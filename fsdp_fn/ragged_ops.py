@@ -59,8 +59,10 @@ def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     """Run one dispatched operation of which some argument is ragged. ``make`` builds a ragged tensor."""
     try:
         return _rule(func)(func, args, kwargs, make)
-    except (RuntimeError, TypeError, ValueError) as error:
-        say_which(error, (args, kwargs))
+    except (RuntimeError, TypeError) as error:
+        # Subclasses are about something else: a collective that failed, a gradient that is not complete.
+        if type(error) in (RuntimeError, NotImplementedError, TypeError):
+            say_which(error, (args, kwargs))
         raise
 
 

@@ -139,6 +139,24 @@ def test_two_forwards_may_go_backward_in_either_order_and_again(world_size: int,
     run_distributed(world_size, two_forwards, path)
 
 
+def gradients_of_parameters() -> None:
+    """Parameters are no part of the graph: their gradients are reduced, and delivered by ``loss.backward()``."""
+    model, plain = Wrapper(build(Chain), (Block,)), build(Chain)
+    parameters = list(model.module.parameters())
+    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+        torch.autograd.grad(model(vectors()).sum(), parameters)
+    model(vectors()).sum().backward(inputs=parameters)
+    assert all(grad is None for grad in model.gradients().values())
+    model.check_at_rest()
+    for step in range(2):
+        train_step(Kind(Chain), model, plain, step)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_asked_for_by_parameter_are_refused_or_not_given(world_size: int) -> None:
+    run_distributed(world_size, gradients_of_parameters)
+
+
 class Views(nn.Module):
     """Outputs that are views of what it computed, and of its input."""
 
