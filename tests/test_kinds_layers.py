@@ -10,6 +10,7 @@ import torch
 from comparison import PATHS, check_equal
 from kinds import CLOSE, Kind, beside_plain, each, train_step
 from models import WIDTH, build, vectors
+from refusals import refused
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
@@ -138,37 +139,60 @@ def test_a_unit_whose_weights_another_module_reads_is_refused_by_name(path: str,
         assert "weight'" in str(error), error
 
 
-FAST_UNITS: dict[str, tuple[type[nn.Module], ...]] = {
-    "all one unit": (),
-    "the layer": (nn.TransformerEncoderLayer,),
-    "its attention": (nn.MultiheadAttention,),
-    "its norms": (nn.LayerNorm,),
-}
+AROUND: dict[str, tuple[type[nn.Module], ...]] = {"all one unit": (), "the layer": (nn.TransformerEncoderLayer,)}
+INSIDE: dict[str, tuple[type[nn.Module], ...]] = {"attention": (nn.MultiheadAttention,), "norms": (nn.LayerNorm,)}
+MODES = (torch.no_grad, torch.inference_mode, torch.enable_grad)
 
 
 def evaluate_fast(path: str) -> None:
     """torch's fast path reads the weights of the layer's modules without calling them."""
 
     def evaluate(name: str) -> None:
-        units = FAST_UNITS[name]
         for whole in (False, True):
-            plain = build(lambda whole=whole: Encoder(whole)).eval()
-            model = PATHS[path](build(lambda whole=whole: Encoder(whole)).eval(), units)
-            for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-                with mode():
-                    check_equal(model(vectors()), plain(vectors()), f"{mode.__name__}, {whole=}", **CLOSE)
-                model.check_at_rest()
-            for one in (plain, model.module):
-                one.train()
-            train_step(Kind(Encoder), model, plain, 0)
+            compare_modes(path, (AROUND | INSIDE)[name], whole)
 
-    each(FAST_UNITS, evaluate)
+    each(AROUND if path == "wrapper" else AROUND | INSIDE, evaluate)
+
+
+def compare_modes(path: str, units: tuple[type[nn.Module], ...], whole: bool) -> None:
+    plain = build(lambda: Encoder(whole)).eval()
+    model = PATHS[path](build(lambda: Encoder(whole)).eval(), units)
+    for mode in MODES:
+        with mode():
+            check_equal(model(vectors()), plain(vectors()), f"{mode.__name__}, {whole=}", **CLOSE)
+        model.check_at_rest()
+    for one in (plain, model.module):
+        one.train()
+    train_step(Kind(Encoder), model, plain, 0)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_fast_path_of_an_encoder_gives_the_numbers_of_plain_pytorch(world_size: int, path: str) -> None:
     run_distributed(world_size, evaluate_fast, path)
+
+
+def units_inside_a_layer() -> None:
+    """Where they are units of their own the fast path is refused, in the wrapper; the other path is right."""
+
+    def evaluate(name: str) -> None:
+        model = PATHS["wrapper"](build(Encoder).eval(), INSIDE[name])
+        for mode in MODES[:2]:
+            with mode(), refused(RuntimeError, r"parameter '\w+' of unit 'layer\.\w+' is sharded here", mode.__name__):
+                model(vectors())
+            model.check_at_rest()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            compare_modes("wrapper", INSIDE[name], whole=True)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+    each(INSIDE, evaluate)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_fast_path_past_units_inside_a_layer_is_refused_by_name_and_may_be_turned_off(world_size: int) -> None:
+    run_distributed(world_size, units_inside_a_layer)
 
 
 def synchronised_batch_norm(path: str) -> None:

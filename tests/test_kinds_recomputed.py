@@ -99,11 +99,12 @@ WAYS: dict[str, Callable[[Again, Tensor], Tensor]] = {
 
 def recompute(path: str, inside: str | None) -> None:
     def run(how: str) -> None:
-        for units in ((Block,), ()):
-            beside_plain(Kind(lambda: Again(how, inside), units), path)
-        for kept in (False, True):
-            policy = fsdp_fn.SchedulePolicy(reshard_after_forward=kept, release=fsdp_fn.Release.POISON)
-            beside_plain(Kind(lambda: Again(how, inside), (Block,)), path, steps=1, policy=policy)
+        def make() -> nn.Module:
+            return Again(how, inside)
+
+        beside_plain(Kind(make, (Block,)), path, policy=fsdp_fn.SchedulePolicy(release=fsdp_fn.Release.POISON))
+        beside_plain(Kind(make, (Block,)), path, steps=1, policy=fsdp_fn.SchedulePolicy(reshard_after_forward=False))
+        beside_plain(Kind(make), path, steps=1)
 
     each(WAYS, run)
 
