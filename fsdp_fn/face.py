@@ -171,14 +171,19 @@ class ShardedUnit(Unit):
             )
 
     def check_unchanged_by(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Raise TypeError where ``fn``, as ``nn.Module._apply`` gets it, would move or cast the main weights."""
+        """Raise TypeError where ``fn``, as ``nn.Module._apply`` gets it, would move, cast or replace main weights."""
         for flat in self.state.main.segments:
-            probe = flat.new_empty(0)
+            probe = flat.new_zeros(1)
             result = fn(probe)
             if result.dtype != probe.dtype or result.device != probe.device:
                 raise TypeError(
                     f"{self.label}: cannot change sharded weights from {probe.dtype} on {probe.device} to "
                     f"{result.dtype} on {result.device}: do so before fully_shard, or choose dtypes by PrecisionPolicy"
+                )
+            if result.data_ptr() != probe.data_ptr():
+                raise TypeError(
+                    f"{self.label}: cannot replace sharded weights by other tensors (to_empty and the like): they have "
+                    "memory already; for a model on meta, give init or broadcast=True to fully_shard"
                 )
 
     # --- what the bracket asks for ------------------------------------------------------------------------------
