@@ -16,6 +16,7 @@ from torch import nn
 from fsdp_fn.bracket import Unit
 from fsdp_fn.buffer_specs import spec_of
 from fsdp_fn.delivery import Delivery, FaceDelivery
+from fsdp_fn.escapes import held_at
 from fsdp_fn.gradient_flow import GradientFlow
 from fsdp_fn.passes import Bracket
 from fsdp_fn.placement import Placement, gradient_placements
@@ -157,7 +158,7 @@ class ShardedUnit(Unit):
         """Somebody may have put another parameter in a slot."""
         resting, dtypes = self.parameters, self._dtypes
         for parameters, name, index in self.slots:
-            held = _held(parameters, name)
+            held = held_at(parameters, name)
             if held is not resting[index] or held.dtype is not dtypes[index]:
                 raise RuntimeError(
                     f"{self.label}: parameter {name!r} was replaced or cast after sharding, so the gathers would "
@@ -226,13 +227,6 @@ class ShardedUnit(Unit):
     def drop_backward(self) -> None:
         """The backward failed: its finished gradients are not delivered."""
         self.flow.drop_finished()
-
-
-def _held(container: Any, key: Any) -> Any:
-    try:
-        return container[key]
-    except LookupError:
-        return None
 
 
 def _face(local: torch.Tensor, spec: Any, original: nn.Parameter) -> nn.Parameter:

@@ -16,10 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from fsdp_fn.escapes import held_at
 from fsdp_fn.ragged_placement import is_ragged
-from fsdp_fn.state import Axis
+from fsdp_fn.state import Axis, UnitState
 from fsdp_fn.tensor_parallel import local_part
-from fsdp_fn.units import OwnedParameters, Setting
+from fsdp_fn.units import OwnedParameters, Setting, fill_shard
 
 Init = Literal["reset_parameters"] | Callable[[nn.Module], object]
 """What writes the tensors that one module owns itself: its own method, or a function of the module."""
@@ -86,7 +87,8 @@ def unit_values(
 
     It runs for each module in ``whole`` that itself owns one of them on meta, children before parents, when the whole
     unit has memory; without gradients, and with the mesh's device as the default. Where another rank's values will be
-    broadcast, what has no ``init`` stays on meta. ``known``: values of meta buffers that an earlier unit made.
+    broadcast, what is on meta stays there; an ``init`` that is given runs all the same. ``known``: values of meta
+    buffers that an earlier unit made.
 
     Raises ValueError, naming unit and tensor, where one on meta has no ``init``, is not written by it, or replaced by
     what does not fit; where a module has no method of its own; RuntimeError where ``init`` raises.
@@ -94,8 +96,8 @@ def unit_values(
     buffers = _buffers(owned.modules, whole, known)
     missing = [f"parameter {name!r}" for name, p in _plain(owned) if p.is_meta]
     missing += [f"buffer {buffer.name!r}" for buffer in buffers if buffer.value.is_meta]
-    device, init = setting.device, first.init
-    if missing and init is None and (is_first(setting.axes) or not first.broadcast):
+    device, init, receives = setting.device, first.init, first.broadcast and not is_first(setting.axes)
+    if missing and init is None and not receives:
         raise ValueError(
             f"{missing[0]} of unit {unit!r} is on meta, the mesh on {device.type!r}: give init='reset_parameters' or "
             "init=a function that initialises one module, or broadcast=True where the first rank has values, or move "
@@ -106,7 +108,8 @@ def unit_values(
     with torch.inference_mode(False), torch.no_grad():
         stand_ins = {id(p): _stand_in(p, p, device) for _, p in _plain(owned)}
         stand_ins |= {id(buffer.held): _stand_in(buffer.held, buffer.value, device) for buffer in buffers}
-        return _initialised(owned, buffers, stand_ins, whole, unit, device, init)
+        made = _initialised(owned, buffers, stand_ins, whole, unit, device, init)
+    return UnitValues(owned.parameters, buffers) if receives else made
 
 
 def bottom_up(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -121,6 +124,14 @@ def bottom_up(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield path, current
 
     return visit("", module)
+
+
+def fill_shards(state: UnitState, values: UnitValues, parameters: Sequence[torch.Tensor]) -> None:
+    """Write this rank's shards of what ``values`` has besides ``parameters``, which they hold already."""
+    with torch.inference_mode(False), torch.no_grad():
+        for index, (value, parameter) in enumerate(zip(values.parameters, parameters, strict=True)):
+            if value is not parameter:
+                fill_shard(state.main, index, local_part(value))
 
 
 def put_buffers(modules: Sequence[nn.Module], buffers: Sequence[BufferValue]) -> None:
@@ -280,7 +291,7 @@ def _replaced(
     """What ``init`` put in place of buffers. A parameter has to stay the one that it was, as it was."""
     replaced: dict[int, Any] = {}
     for container, key, held in slots:
-        found, made = container[key] if key in container or isinstance(container, list) else None, stand_ins[id(held)]
+        found, made = held_at(container, key), stand_ins[id(held)]
         if not isinstance(held, nn.Parameter):
             if found is not made and id(held) in on_meta:
                 replaced.setdefault(id(held), found)

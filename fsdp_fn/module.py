@@ -29,7 +29,7 @@ from fsdp_fn.escapes import held_parameters
 from fsdp_fn.events import EventLog
 from fsdp_fn.face import Borrowed, ShardedUnit
 from fsdp_fn.groups import axes_of, default_mesh, mesh_device, raise_together
-from fsdp_fn.initialization import BufferValue, Init, Initialization, UnitValues, put_buffers, unit_values
+from fsdp_fn.initialization import BufferValue, Init, Initialization, UnitValues, fill_shards, put_buffers, unit_values
 from fsdp_fn.passes import Bracket, in_backward
 from fsdp_fn.placement import Placements
 from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
@@ -178,10 +178,12 @@ def fully_shard(
         setting = setting_of(mesh, placements, precision, policy, grad_divisor)
         owned, ties, borrowed = _owned(module, name, mesh.device_type, setting)
         layout = unit_layout(owned, setting, group_of, {id(tie.parameter): tie.spec() for tie in ties})
-        values = unit_values(owned, module, name, setting, first, _materialised_buffers)
-        agreed = f"{name}: {describe_layout(layout)}; {setting.describe()}; {first.describe(values)}"
-        state = shard_unit(name, values.parameters, layout, setting)
+        state = shard_unit(name, owned.parameters, layout, setting)
         prepared = ShardedUnit(owned, state, setting, Bracket(setting.policy.release), borrowed)
+        # Last, for making a unit takes memory for full weights as well, and gives it back.
+        values = unit_values(owned, module, name, setting, first, _materialised_buffers)
+        fill_shards(state, values, owned.parameters)
+        agreed = f"{name}: {describe_layout(layout)}; {setting.describe()}; {first.describe(values)}"
         successors = _without_ties(module, ties)
     except Exception as error:
         fault = error
