@@ -37,7 +37,7 @@ def default_mesh(device_type: str | None) -> DeviceMesh:
             "torch.distributed.init_process_group() before sharding"
         )
     if device_type is None:
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         kind = "cpu" if accelerator is None else accelerator.type
         backend = f"{kind}:{dist.get_default_backend_for_device(kind)}"
         device_type = kind if backend in dist.get_backend_config().split(",") else "cpu"

@@ -6,6 +6,7 @@ And the first rank's values, where they are asked for, are what all ranks shard.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,10 @@ from torch.utils._pytree import tree_leaves
 
 import fsdp_fn
 from harness import run_distributed, run_expecting_error
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "docs" / "examples"))
+
+import meta_device
 
 Made = Wrapper | Functional
 
@@ -776,3 +781,19 @@ def emptied() -> None:
 
 def test_to_empty_after_sharding_is_refused_and_leaves_buffers_alone() -> None:
     run_distributed(2, emptied)
+
+
+# --- the example --------------------------------------------------------------------------------------------
+
+
+def losses_of_the_example() -> list[float]:
+    torch.manual_seed(dist.get_rank())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    return meta_device.train(meta_device.make_model(mesh), torch.device("cpu"))
+
+
+def test_the_example_trains_alike_at_one_rank_and_at_two() -> None:
+    (alone,), (first, second) = (run_distributed(size, losses_of_the_example) for size in (1, 2))
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-4)
+    assert alone[-1] < 0.8 * alone[0]
