@@ -135,16 +135,24 @@ def fill_shards(state: UnitState, values: UnitValues, parameters: Sequence[torch
 
 
 def put_buffers(modules: Sequence[nn.Module], buffers: Sequence[BufferValue]) -> None:
-    """Have the modules hold the values: one on meta is replaced, one that was there is written."""
-    new = {id(buffer.held): buffer for buffer in buffers if buffer.value is not buffer.held}
+    """Have the modules hold the values: a tensor that can be written is, one on meta or expanded is replaced."""
+    new = {id(buffer.held): buffer.value for buffer in buffers if buffer.value is not buffer.held}
+    written: set[int] = set()
     with torch.no_grad():
-        for buffer in new.values():
-            if not buffer.held.is_meta:
-                buffer.held.copy_(buffer.value)
-    for module in modules:
-        for key, held in module._buffers.items():
-            if held is not None and held.is_meta and id(held) in new:
-                module._buffers[key] = new[id(held)].value
+        for module in modules:
+            for key, held in module._buffers.items():
+                if held is None or id(held) not in new or id(held) in written:
+                    continue
+                if held.is_meta or _is_expanded(held):
+                    module._buffers[key] = new[id(held)]
+                else:
+                    held.copy_(new[id(held)])
+                    written.add(id(held))
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements are one in memory."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _plain(owned: OwnedParameters) -> Iterator[tuple[str, nn.Parameter]]:

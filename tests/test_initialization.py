@@ -540,6 +540,29 @@ def test_with_broadcast_over_two_axes_the_first_rank_of_both_is_everyones(path: 
     run_distributed(4, first_of_two_axes, path, strategy)
 
 
+class Offset(nn.Module):
+    """A buffer of which all elements are one in memory."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("offset", torch.tensor([value]).expand(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.offset
+
+
+def expanded(path: str) -> None:
+    model = sharded(path, build(lambda: Offset(7.0 + dist.get_rank())), broadcast=True)
+    check_equal(buffers_of(model)["offset"], torch.full((WIDTH,), 7.0), "the buffer")
+    check_equal(model(vectors()), build(lambda: Offset(7.0))(vectors()), "output")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_with_broadcast_an_expanded_buffer_is_the_first_ranks_too(path: str) -> None:
+    run_distributed(2, expanded, path)
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
