@@ -163,6 +163,14 @@ def _held_in(where: str, holder: Any, top: Top) -> Iterator[Held]:
             yield from _held_in(where, value, top)
 
 
+def held_at(container: Any, key: Any) -> Any:
+    """``container[key]``, None where nothing is there."""
+    try:
+        return container[key]
+    except LookupError:
+        return None
+
+
 def is_later(tensor: torch.Tensor, token: torch.Tensor) -> bool:
     """Whether ``tensor`` was computed after ``token``: autograd numbers nodes as they are made."""
     if tensor.grad_fn is None or token.grad_fn is None:

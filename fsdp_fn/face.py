@@ -16,6 +16,7 @@ from torch import nn
 from fsdp_fn.bracket import Unit
 from fsdp_fn.buffer_specs import spec_of
 from fsdp_fn.delivery import Delivery, FaceDelivery
+from fsdp_fn.escapes import held_at
 from fsdp_fn.gradient_flow import GradientFlow
 from fsdp_fn.passes import Bracket
 from fsdp_fn.placement import Placement, gradient_placements
@@ -158,7 +159,7 @@ class ShardedUnit(Unit):
         """Somebody may have put another parameter in a slot."""
         resting, dtypes = self.parameters, self._dtypes
         for parameters, name, index in self.slots:
-            held = _held(parameters, name)
+            held = held_at(parameters, name)
             if held is not resting[index] or held.dtype is not dtypes[index]:
                 raise RuntimeError(
                     f"{self.label}: parameter {name!r} was replaced or cast after sharding, so the gathers would "
@@ -172,14 +173,19 @@ class ShardedUnit(Unit):
             )
 
     def check_unchanged_by(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Raise TypeError where ``fn``, as ``nn.Module._apply`` gets it, would move or cast the main weights."""
+        """Raise TypeError where ``fn``, as ``nn.Module._apply`` gets it, would move, cast or replace main weights."""
         for flat in self.state.main.segments:
-            probe = flat.new_empty(0)
+            probe = flat.new_zeros(1)
             result = fn(probe)
             if result.dtype != probe.dtype or result.device != probe.device:
                 raise TypeError(
                     f"{self.label}: cannot change sharded weights from {probe.dtype} on {probe.device} to "
                     f"{result.dtype} on {result.device}: do so before fully_shard, or choose dtypes by PrecisionPolicy"
+                )
+            if result.data_ptr() != probe.data_ptr():
+                raise TypeError(
+                    f"{self.label}: cannot replace sharded weights by other tensors (to_empty and the like): they have "
+                    "memory already; for a model on meta, give init or broadcast=True to fully_shard"
                 )
 
     # --- what the bracket asks for ------------------------------------------------------------------------------
@@ -222,13 +228,6 @@ class ShardedUnit(Unit):
     def drop_backward(self) -> None:
         """The backward failed: its finished gradients are not delivered."""
         self.flow.drop_finished()
-
-
-def _held(container: Any, key: Any) -> Any:
-    try:
-        return container[key]
-    except LookupError:
-        return None
 
 
 def _face(local: torch.Tensor, spec: Any, original: nn.Parameter) -> nn.Parameter:

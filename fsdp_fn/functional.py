@@ -23,12 +23,14 @@ from fsdp_fn.binding import BOUND, BoundRoot, BoundUnit, BufferSlot, UnitTemplat
 from fsdp_fn.collectives import refresh_planes
 from fsdp_fn.events import EventLog
 from fsdp_fn.gradient_state import gradients_of, with_gradients, without_gradients
-from fsdp_fn.groups import axes_of, default_mesh, mesh_device, raise_together
+from fsdp_fn.groups import axes_of, default_mesh, make_together, mesh_device
+from fsdp_fn.initialization import Init, Initialization
 from fsdp_fn.passes import Bracket
 from fsdp_fn.placement import Placements
 from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
 from fsdp_fn.state import Buffer, ModelState, UnitState, needs_planes
 from fsdp_fn.traced import TracedUnit, apply_traced, gather_functions
+from fsdp_fn.unit_plans import ModelPlan, UnitPlan, first_state
 from fsdp_fn.units import (
     OwnedParameters,
     Setting,
@@ -40,7 +42,6 @@ from fsdp_fn.units import (
     owned_parameters,
     registered_buffers,
     setting_of,
-    shard_unit,
     ties_moved_up,
     unit_layout,
 )
@@ -102,6 +103,8 @@ def shard(
     policy: SchedulePolicy | None = None,
     grad_divisor: float = 1.0,
     group_of: Callable[[str, nn.Parameter], str] | None = None,
+    init: Init | None = None,
+    broadcast: bool = False,
 ) -> tuple[Template, ModelState]:
     """Split ``model`` into a template and this rank's sharded state. ``model`` itself is not changed.
 
@@ -109,40 +112,37 @@ def shard(
     of the model is the root unit. A :class:`UnitSpec` says besides how its units differ. All ranks of the mesh must
     call, with equal models: each keeps its part of its own values. ``mesh``: default, all ranks. ``placements``: a
     strategy, of ``fsdp_fn.placement``; default ``zero3()``. ``precision``: its output dtype is the whole model's.
-    ``grad_divisor``: what the mean of gradients over ranks is
-    divided by besides. ``group_of(name, parameter)``: parameters of different groups get flat tensors of their own.
+    ``grad_divisor``: what the mean of gradients over ranks is divided by besides. ``group_of(name, parameter)``:
+    parameters of different groups get flat tensors of their own. ``init``, ``broadcast``: for models on the meta
+    device, and for values of the first rank alone, unit by unit and nested ones first: as for
+    :func:`~fsdp_fn.module.fully_shard`.
 
-    Raises ValueError or TypeError on the rank where something does not fit, naming unit and parameter, and
-    :class:`~fsdp_fn.groups.RankFault` on the others.
+    Raises ValueError or TypeError on the rank where something does not fit, naming unit and parameter, RuntimeError
+    where ``init`` raised, and :class:`~fsdp_fn.groups.RankFault` on the others.
     """
     mesh = default_mesh(device_type_of(model)) if mesh is None else mesh
-    axes, device = axes_of(mesh), mesh_device(mesh)
-    made: tuple[Template, ModelState] | None = None
-    fault: Exception | None = None
-    agreed = ""
-    try:
+    axes, device, what = axes_of(mesh), mesh_device(mesh), f"shard({type(model).__name__})"
+
+    def make_plan() -> ModelPlan:
         whole = UnitSpec("", mesh, placements, precision, policy, grad_divisor)
-        made = _shard(model, device, units, whole, group_of)
-        agreed = "; ".join(
-            f"{unit.name}: {describe_layout(unit.layout)}; {unit.setting.describe()}" for unit in made[0].units
-        )
-    except Exception as error:
-        fault = error
-    raise_together(fault, axes, device, agreed, f"shard({type(model).__name__})")
-    assert made is not None
-    template, state = made
+        return ModelPlan(_plan(model, device, units, whole, group_of), Initialization(init, broadcast))
+
+    plan = make_together(make_plan, axes, device, what, ModelPlan.describe)
+    state = first_state(model, plan, axes, device, what)
+    # A copy of the model as it is after init, which may have set attributes.
+    template = make_together(lambda: _template(model, plan, state, device), axes, device, what)
     # Once all ranks have made theirs: a unit's place among those that ranks agree on is the same on all.
     agreed_units = tuple(dataclasses.replace(unit, agreed=unit.setting.agreed_unit()) for unit in template.units)
     return dataclasses.replace(template, units=agreed_units), state
 
 
-def _shard(
+def _plan(
     model: nn.Module,
     device: torch.device,
     units: Sequence[str | type[nn.Module] | UnitSpec],
     whole: UnitSpec,
     group_of: Callable[[str, nn.Parameter], str] | None,
-) -> tuple[Template, ModelState]:
+) -> dict[str, UnitPlan]:
     settings = {path: _setting(path, spec, whole) for path, spec in _unit_paths(model, units).items()}
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
@@ -150,21 +150,26 @@ def _shard(
     for path, owned in all_owned.items():
         if path and not owned.slots:
             raise ValueError(f"unit {path!r} has no parameters of its own")
-        check_parameters(owned, path, device.type)
+        check_parameters(owned, path, device.type, may_be_meta=True)
         check_references(owned, model, path)
+    all_owned = ties_moved_up(all_owned, model)
+    return {
+        path: UnitPlan(path, owned, unit_layout(owned, settings[path], group_of), settings[path])
+        for path, owned in all_owned.items()
+    }
+
+
+def _template(model: nn.Module, plan: ModelPlan, state: ModelState, device: torch.device) -> Template:
     bare = _bare_copy(model)
-    all_owned, all_bare = ties_moved_up(all_owned, model), ties_moved_up(_owned_by_units(bare, settings), bare)
-    templates, states = [], {}
-    for path, owned in all_owned.items():
-        layout = unit_layout(owned, settings[path], group_of)
-        states[path] = shard_unit(path, owned.parameters, layout, settings[path])
-        functions, module = gather_functions(states[path]), bare.get_submodule(path)
-        templates.append(UnitTemplate(path, module, all_bare[path], layout, settings[path], functions))
-    for unit in templates:
-        unit.module.__class__ = _template_class(cast(Any, type(unit.module)))
+    all_bare = ties_moved_up(_owned_by_units(bare, plan.units), bare)
+    templates = []
+    for path, unit in plan.units.items():
+        functions, module = gather_functions(state.units[path]), bare.get_submodule(path)
+        templates.append(UnitTemplate(path, module, all_bare[path], unit.layout, unit.setting, functions))
+    for made in templates:
+        made.module.__class__ = _template_class(cast(Any, type(made.module)))
     slots = tuple(BufferSlot(name, holder, key, empty) for name, holder, key, empty in registered_buffers(bare))
-    buffers = copy_buffers({name: tensor for name, _, _, tensor in registered_buffers(model)})
-    return Template(bare, tuple(templates), slots, device), ModelState(states, buffers)
+    return Template(bare, tuple(templates), slots, device)
 
 
 def _owned_by_units(model: nn.Module, paths: Iterable[str]) -> dict[str, OwnedParameters]:

@@ -8,8 +8,8 @@ waiting in a collective.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,18 +19,28 @@ from torch.distributed.distributed_c10d import _resolve_process_group, _world
 from fsdp_fn.placement import Strategy, without_axes_of_one
 from fsdp_fn.state import Axis
 
+Made = TypeVar("Made")
+
 
 class RankFault(RuntimeError):
     """Another rank of the group could not go on; the message says which, and why."""
 
 
-def default_mesh(device_type: str) -> DeviceMesh:
-    """A one-dimensional mesh over the default process group; RuntimeError where there is none."""
+def default_mesh(device_type: str | None) -> DeviceMesh:
+    """A one-dimensional mesh over the default process group; RuntimeError where there is none.
+
+    ``device_type``: None for the accelerator where the group has the backend that is made for it, else the CPU.
+    """
     if not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialised: start the program with torchrun and call "
             "torch.distributed.init_process_group() before sharding"
         )
+    if device_type is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        kind = "cpu" if accelerator is None else accelerator.type
+        backend = f"{kind}:{dist.get_default_backend_for_device(kind)}"
+        device_type = kind if backend in dist.get_backend_config().split(",") else "cpu"
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("data",))
 
 
@@ -187,6 +197,26 @@ def raise_together(error: Exception | None, axes: Sequence[Axis], device: torch.
     other, _, text = next(report for report in reports if report[2] != first)
     here, there = _where_they_differ(first, text)
     raise ValueError(f"{what}: ranks disagree. Rank {rank} has {here}; rank {other} has {there}")
+
+
+def make_together(
+    make: Callable[[], Made],
+    axes: Sequence[Axis],
+    device: torch.device,
+    what: str,
+    describe: Callable[[Made], str] = lambda made: "",
+) -> Made:
+    """``make()``, where all ranks succeed and :func:`raise_together` finds their descriptions of it alike."""
+    made: list[Made] = []
+    fault: Exception | None = None
+    agreed = ""
+    try:
+        made.append(make())
+        agreed = describe(made[0])
+    except Exception as error:
+        fault = error
+    raise_together(fault, axes, device, agreed, what)
+    return made[0]
 
 
 def _where_they_differ(first: str, second: str) -> tuple[str, str]:

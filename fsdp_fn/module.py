@@ -22,12 +22,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from fsdp_fn.broadcast import broadcast_values
 from fsdp_fn.escapes import held_parameters
 from fsdp_fn.events import EventLog
 from fsdp_fn.face import Borrowed, ShardedUnit
 from fsdp_fn.groups import axes_of, default_mesh, mesh_device, raise_together
 from fsdp_fn.holders import hold, holder, name_of_original, note_original
+from fsdp_fn.initialization import BufferValue, Init, Initialization, UnitValues, fill_shards, put_buffers, unit_values
 from fsdp_fn.passes import Bracket, in_backward
 from fsdp_fn.placement import Placements
 from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
@@ -49,6 +52,9 @@ from fsdp_fn.units import (
 )
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
+
+_materialised_buffers = WeakTensorKeyDictionary()
+"""Module buffers on meta that a unit gave values: those values, for other units whose modules share them."""
 
 
 @torch.compiler.disable(reason="a wrapped module gathers and releases storage, which does not trace")  # type: ignore[untyped-decorator]
@@ -126,6 +132,8 @@ def fully_shard(
     policy: SchedulePolicy | None = None,
     grad_divisor: float = 1.0,
     group_of: Callable[[str, nn.Parameter], str] | None = None,
+    init: Init | None = None,
+    broadcast: bool = False,
 ) -> ModuleType:
     """Shard ``module``'s parameters over ``mesh``, in place, as one unit, and return it.
 
@@ -138,8 +146,15 @@ def fully_shard(
     by besides: the size of the expert group, where gradients are sums over it already. ``group_of(name, parameter)``:
     parameters of different groups get flat tensors of their own (see ``flat_shards``).
 
-    Raises ValueError or TypeError on the rank where something does not fit, naming unit and parameter, and
-    :class:`~fsdp_fn.groups.RankFault` on the others; no module is changed then.
+    ``init``: what gives values to parameters and buffers on the meta device, after the unit's got memory on the mesh's
+    device; for each module that itself owns one, children before parents. ``"reset_parameters"`` calls the module's
+    method of this name (or ``_reset_parameters``), a function is called with the module. It has to write all of them,
+    in place (a buffer may be assigned anew); what holds values already keeps them. Random numbers are drawn for full
+    tensors, so equally seeded ranks agree. ``broadcast``: all ranks shard the values of the unit's first rank (buffers
+    as well) in place of their own; only there are values, or ``init`` for what is on meta, needed.
+
+    Raises ValueError or TypeError on the rank where something does not fit, naming unit and parameter, RuntimeError
+    where ``init`` raised, and :class:`~fsdp_fn.groups.RankFault` on the others; no module is changed then.
     """
     name = type(module).__name__
     mesh = default_mesh(device_type_of(module)) if mesh is None else mesh
@@ -147,21 +162,27 @@ def fully_shard(
     prepared: ShardedUnit | None = None
     owned = OwnedParameters((), (), (), ())
     successors: list[tuple[nn.Module, ShardedUnit, ShardedUnit]] = []
+    values = UnitValues((), ())
     fault: Exception | None = None
     agreed = ""
     try:
+        first = Initialization(init, broadcast)
         setting = setting_of(mesh, placements, precision, policy, grad_divisor)
         owned, ties, borrowed = _owned(module, name, mesh.device_type, setting)
         layout = unit_layout(owned, setting, group_of, {id(tie.parameter): tie.spec() for tie in ties})
-        agreed = f"{name}: {describe_layout(layout)}; {setting.describe()}"
         state = shard_unit(name, owned.parameters, layout, setting)
         prepared = ShardedUnit(owned, state, setting, Bracket(setting.policy.release), borrowed)
+        # Last, for making a unit takes memory for full weights as well, and gives it back.
+        values = unit_values(owned, module, name, setting, first, _materialised_buffers)
+        fill_shards(state, values, owned.parameters)
+        agreed = f"{name}: {describe_layout(layout)}; {setting.describe()}; {first.describe(values)}"
         successors = _without_ties(module, ties)
     except Exception as error:
         fault = error
     raise_together(fault, axes, device, agreed, f"fully_shard({name})")
     assert prepared is not None
-    _commit(module, owned, prepared, successors)
+    buffers = broadcast_values(values, prepared.state, device) if broadcast else values.buffers
+    _commit(module, owned, prepared, successors, buffers)
     return module
 
 
@@ -195,7 +216,7 @@ def _owned(
     if not every.parameters and not nested:
         raise ValueError(f"{name} has no parameters: there is nothing to shard")
     owned, ties, borrowed = find_ties(every, module, nested, holder)
-    check_parameters(owned, name, device_type, [axis.name for axis in setting.axes])
+    check_parameters(owned, name, device_type, [axis.name for axis in setting.axes], may_be_meta=True)
     check_references(owned, module, name)
     for held in held_parameters(module.modules()):
         sharded_as = name_of_original(held.parameter)
@@ -220,8 +241,11 @@ def _commit(
     owned: OwnedParameters,
     sharded: ShardedUnit,
     successors: Sequence[tuple[nn.Module, ShardedUnit, ShardedUnit]],
+    buffers: Sequence[BufferValue],
 ) -> None:
     """Change the module; nothing here can fail half-way."""
+    put_buffers(owned.modules, buffers)
+    _materialised_buffers.update({buffer.held: buffer.value for buffer in buffers if buffer.held.is_meta})
     sharded.adopt()
     for child, unit, made in successors:
         made.adopt()

@@ -141,25 +141,33 @@ def _walk(
             yield from _walk(child, is_boundary, f"{path}.{name}" if path else name, seen)
 
 
-def device_type_of(module: object) -> str:
-    """Device type of the first parameter that holds values, "cpu" without one; TypeError for what is no module.
+def device_type_of(module: object) -> str | None:
+    """Device type of the first parameter that tells one, None without one; TypeError for what is no module.
 
-    A DTensor's is its mesh's: its own part may be offloaded.
+    A DTensor's is its mesh's: its own part may be offloaded, or on meta.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected an nn.Module, got {type(module).__name__}")
-    first: torch.Tensor | None = next((parameter for parameter in module.parameters() if not parameter.is_meta), None)
-    if isinstance(first, DTensor):
-        return str(first.device_mesh.device_type)
-    return "cpu" if first is None else first.device.type
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            return str(parameter.device_mesh.device_type)
+        if not parameter.is_meta:
+            return parameter.device.type
+    return None
 
 
 def check_parameters(
-    owned: OwnedParameters, unit: str, device_type: str, data_parallel: Sequence[str | None] | None = None
+    owned: OwnedParameters,
+    unit: str,
+    device_type: str,
+    data_parallel: Sequence[str | None] | None = None,
+    *,
+    may_be_meta: bool = False,
 ) -> None:
     """Raise ValueError or TypeError, naming the parameter, for one that cannot be sharded.
 
     ``data_parallel``: the axes to shard over, where DTensors of other axes are served; None where they are not.
+    ``may_be_meta``: values are made later.
     """
     for name, parameter in zip(owned.names, owned.parameters, strict=True):
         label = f"parameter {name!r} of unit {unit!r}"
@@ -176,7 +184,7 @@ def check_parameters(
                 f"{label}: expected a torch.nn.Parameter, got its subclass {type(parameter).__name__}, whose class "
                 "sharding would drop"
             )
-        if parameter.device.type != device_type:
+        if parameter.device.type != device_type and not (may_be_meta and parameter.is_meta):
             raise ValueError(
                 f"{label} is on {parameter.device}, the mesh on {device_type!r}: move the model there before sharding"
             )
@@ -300,7 +308,7 @@ def plan_unit(specs: Sequence[TensorSpec], setting: Setting) -> Layout:
 def shard_unit(name: str, parameters: Sequence[torch.Tensor], layout: Layout, setting: Setting) -> UnitState:
     """This rank's main weights, copied out of the full ``parameters`` and cast to their main dtype.
 
-    Of those that are ragged DTensors already there are zeros.
+    Of those that are ragged DTensors already, or on meta, there are zeros.
     """
     precision, offload = setting.precision, setting.policy.offload
     place = torch.device("cpu") if offload else setting.device
@@ -312,11 +320,16 @@ def shard_unit(name: str, parameters: Sequence[torch.Tensor], layout: Layout, se
         held = tuple(range(len(layout.segments)))
         main = Buffer(flats, layout, optimizer_placements(setting.strategy), setting.axes, held)
         for index, parameter in enumerate(parameters):
-            elements = main.owned_elements(index)
-            if elements and not is_ragged(parameter):
-                part = local_part(parameter.detach()).reshape(-1)[elements.start : elements.stop]
-                main.owned(index).view(-1).copy_(part)
+            if not is_ragged(parameter) and not parameter.is_meta:
+                fill_shard(main, index, local_part(parameter.detach()))
     return UnitState(name, main, precision, setting.strategy, setting.grad_divisor, device=setting.device)
+
+
+def fill_shard(main: Buffer, index: int, full: torch.Tensor) -> None:
+    """Copy this rank's part of tensor ``index`` out of the full one, cast to the main dtype."""
+    elements = main.owned_elements(index)
+    if elements:
+        main.owned(index).view(-1).copy_(full.reshape(-1)[elements.start : elements.stop])
 
 
 def shard_tensors(

@@ -136,3 +136,32 @@ def test_a_step_holds_one_unit_at_a_time_and_leaves_nothing(fake_ranks: int) -> 
     torch.cuda.synchronize()
     assert all(layer._fsdp_unit.weights.buffer.allocated == 0 for layer in model)
     assert torch.cuda.memory_allocated() - at_rest < full
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_on_meta_gets_its_values_on_the_gpu_without_being_told_the_mesh() -> None:
+    with torch.device("meta"):
+        models = [Stack(), Stack()]
+    plain = Stack().cuda()
+    torch.manual_seed(11)
+    for block in plain.blocks:
+        reset_below(block)
+    reset_below(plain.embedding)
+    reset_below(plain.head)
+    torch.manual_seed(11)
+    for block in models[0].blocks:
+        fsdp_fn.fully_shard(block, init="reset_parameters", broadcast=True)
+    fsdp_fn.fully_shard(models[0], init="reset_parameters", broadcast=True)
+    torch.manual_seed(11)
+    template, state = fsdp_fn.shard(models[1], units=[Block], init="reset_parameters", broadcast=True)
+    tokens = torch.tensor(TOKENS, device="cuda")
+    assert torch.equal(models[0](tokens), plain(tokens))
+    assert torch.equal(fsdp_fn.apply(template, state, tokens)[0], plain(tokens))
+
+
+def reset_below(module: nn.Module) -> None:
+    """Initialise again what a module and those in it own, children first."""
+    for child in module.children():
+        reset_below(child)
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()

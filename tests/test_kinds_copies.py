@@ -100,7 +100,6 @@ def moves() -> None:
         "non_blocking": lambda m: m.to("cpu", non_blocking=True),
         "memory_format": lambda m: m.to(memory_format=torch.channels_last),
         "share_memory": lambda m: m.share_memory(),
-        "to_empty here": lambda m: m.to_empty(device="cpu"),
     }
     for what, stay in staying.items():
         assert stay(module) is module, what
