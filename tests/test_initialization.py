@@ -1,13 +1,10 @@
-"""Models built on the meta device get memory and values a unit at a time, as plain PyTorch's ``to_empty`` and init do.
-
-And the first rank's values, where they are asked for, are what all ranks shard.
-"""
+"""Models built on the meta device get memory and values a unit at a time: those of plain PyTorch with the same init."""
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,99 +13,43 @@ import torch
 import torch.distributed as dist
 from comparison import (
     PATHS,
-    Functional,
     Wrapper,
     check_equal,
     check_named,
     local,
-    reference_gradients,
     same_weights,
 )
-from models import HIDDEN, VOCABULARY, WIDTH, Block, Chain, Model, Stack, build, tokens, vectors
-from refusals import refused
+from meta_models import (
+    Language,
+    Mixing,
+    Rotary,
+    buffers_of,
+    check_training,
+    initialised,
+    on_meta,
+    reset,
+    sharded,
+)
+from models import HIDDEN, WIDTH, Block, Chain, Stack, build, tokens, vectors
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fsdp_fn
-from harness import run_distributed, run_expecting_error
+from harness import run_distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "docs" / "examples"))
 
 import meta_device
-
-Made = Wrapper | Functional
-
-
-def on_meta(make: Callable[[], nn.Module]) -> Any:
-    with torch.device("meta"):
-        return make()
-
-
-def children_first(model: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    model.apply(found.append)
-    return found
-
-
-def sharded(path: str, model: nn.Module, units: Sequence[type[nn.Module]] = (), **options: Any) -> Made:
-    """``model`` on a path, its units bottom-up in the order of the model."""
-    if path == "functional":
-        return Functional(model, units, **options)
-    for module in children_first(model):
-        if isinstance(module, tuple(units)) and module is not model:
-            fsdp_fn.fully_shard(module, **options)
-    return Wrapper(model, **options)
-
-
-def reset(module: nn.Module) -> None:
-    """What ``init="reset_parameters"`` is to do for one module."""
-    if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
-        module.reset_parameters()  # type: ignore[operator]
 
 
 def narrow(module: nn.Module) -> None:
     """An init that draws otherwise than torch's modules do, and writes through ``.data`` as models of language do."""
     for parameter in module.parameters(recurse=False):
         parameter.data.normal_(0.0, 0.1)
-
-
-def initialised(make: Callable[[], Model], init: Callable[[nn.Module], None], seed: int = 11) -> Model:
-    """The model in plain PyTorch, initialised children first.
-
-    Built with memory, for ``to_empty`` parts tied weights; what it was built with is overwritten.
-    """
-    plain = build(make)
-    with torch.no_grad():
-        for tensor in (*plain.parameters(), *plain.buffers()):
-            tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
-        torch.manual_seed(seed)
-        plain.apply(init)
-    return plain
-
-
-def check_training(model: Made, plain: nn.Module, inputs: Any, steps: int = 2) -> None:
-    """Both train alike; to the bit at one rank."""
-    tolerance = {} if dist.get_world_size() == 1 else {"rtol": 1e-4, "atol": 1e-5}
-    for step in range(steps):
-        for call in (plain, model):
-            (call(inputs) * (dist.get_rank() + 1)).pow(2).mean().backward()
-        mean = reference_gradients(plain)
-        check_named(model.gradients(), mean, f"step {step}: gradient", zeros_for_none=True, **tolerance)
-        with torch.no_grad():
-            for name, parameter in plain.named_parameters():
-                parameter.sub_(mean[name], alpha=0.01)
-        plain.zero_grad()
-        model.step(lr=0.01)
-        check_named(model.weights(), same_weights(plain), f"step {step}: weight", **tolerance)
-
-
-def buffers_of(model: Made) -> dict[str, torch.Tensor]:
-    return dict(model.module.named_buffers()) if isinstance(model, Wrapper) else dict(model.state.buffers)
 
 
 # --- values -------------------------------------------------------------------------------------------------
@@ -134,70 +75,6 @@ def same_numbers(path: str, init: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_a_model_on_meta_gets_the_numbers_of_plain_pytorch_and_trains(world_size: int, init: str, path: str) -> None:
     run_distributed(world_size, same_numbers, path, init)
-
-
-class Rotary(nn.Module):
-    """Buffers of three kinds and no parameter: frequencies, a mask, positions."""
-
-    inv_freq: torch.Tensor
-    mask: torch.Tensor
-    positions: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, tensor in self.values().items():
-            self.register_buffer(name, tensor, persistent=False)
-
-    def values(self) -> dict[str, torch.Tensor]:
-        return {
-            "inv_freq": 1.0 / 100.0 ** (torch.arange(0, WIDTH) / WIDTH),
-            "mask": torch.ones(6, 6, dtype=torch.bool).tril(),
-            "positions": torch.arange(6),
-        }
-
-    def reset_parameters(self) -> None:
-        """One is assigned anew, one registered anew, one written."""
-        values = self.values()
-        self.inv_freq = values["inv_freq"]
-        self.register_buffer("mask", values["mask"], persistent=False)
-        self.positions.copy_(values["positions"])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        angle = self.positions[:, None] * self.inv_freq
-        return torch.where(self.mask.any(1, keepdim=True), x * angle.cos(), 0.0)
-
-
-class Mixing(nn.Module):
-    """A block with a batch norm, and positions that all blocks share."""
-
-    def __init__(self, rotary: Rotary) -> None:
-        super().__init__()
-        self.rotary = rotary
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.norm = nn.BatchNorm1d(HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.up(self.rotary(x)).relu()
-        return x + self.down(self.norm(y.flatten(0, 1)).view(y.shape))
-
-
-class Language(nn.Module):
-    """Blocks first, then an embedding that is tied to the head: ``nn.Module.apply`` meets units before the rest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        rotary = Rotary()
-        self.blocks = nn.ModuleList(Mixing(rotary) for _ in range(2))
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(indices)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def all_kinds(path: str) -> None:
@@ -452,358 +329,6 @@ def test_no_rank_holds_more_than_its_shards_and_one_full_unit(path: str, broadca
     for rank, peak in enumerate(run_distributed(2, peak_of_set_up, path, broadcast)):
         least, most = DEPTH * unit // 2, DEPTH * unit // 2 + 3 * unit // 2
         assert least < peak <= most, f"rank {rank}: {peak / unit:.2f} units at once"
-
-
-# --- the first rank's values --------------------------------------------------------------------------------
-
-
-def first_seed(path: str) -> None:
-    plain = initialised(Language, reset, seed=40)
-    torch.manual_seed(40 + dist.get_rank())
-    model = sharded(path, on_meta(Language), [Mixing], init="reset_parameters", broadcast=True)
-    check_named(model.weights(), same_weights(plain), "first weight")
-    check_named(buffers_of(model), dict(plain.named_buffers()), "first buffer")
-    check_training(model, plain, tokens())
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("path", PATHS)
-def test_with_broadcast_the_first_ranks_seed_is_everyones(world_size: int, path: str) -> None:
-    run_distributed(world_size, first_seed, path)
-
-
-def make_by_seed(seed: int) -> Language:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Language()
-    for name, buffer in model.named_buffers():
-        if "running" in name:
-            buffer.fill_(seed + 1)
-    return model
-
-
-def first_model(path: str, others: str, **options: Any) -> None:
-    rank, plain = dist.get_rank(), make_by_seed(40)
-    given = on_meta(Language) if rank and others == "meta" else make_by_seed(40 + rank)
-    held = [*given.parameters(), *given.buffers()]
-    before = [tensor.detach().clone() for tensor in held]
-    model = sharded(path, given, [Mixing], broadcast=True, **options)
-    if not options:
-        check_named(model.weights(), same_weights(plain), "first weight")
-    check_equal(model(tokens()), plain(tokens()), "output")
-    check_named(buffers_of(model), dict(plain.named_buffers()), "first buffer")
-    if path == "wrapper" and others == "real":
-        assert [id(b) for b in given.buffers()] == [id(b) for b in held if not isinstance(b, nn.Parameter)]
-    if path == "functional":
-        for one, other, value in zip([*given.parameters(), *given.buffers()], held, before, strict=True):
-            assert one is other, "the model was changed"
-            assert one.is_meta or torch.equal(one, value), "the model was written"
-    if not options:
-        check_training(model, plain, tokens())
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("others", ["meta", "real"])
-@pytest.mark.parametrize("path", PATHS)
-def test_with_broadcast_the_first_ranks_model_is_everyones(world_size: int, others: str, path: str) -> None:
-    run_distributed(world_size, first_model, path, others)
-
-
-def first_model_at_rest(path: str, strategy: str) -> None:
-    first_model(path, "meta", placements=getattr(fsdp_fn, strategy)())
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-@pytest.mark.parametrize("path", PATHS)
-def test_broadcast_weights_are_what_a_strategy_keeps_at_rest(path: str, strategy: str) -> None:
-    run_distributed(2, first_model_at_rest, path, strategy)
-
-
-def first_of_two_axes(path: str, strategy: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    placements = getattr(fsdp_fn, strategy)("outer", "inner")
-    plain = make_by_seed(40)
-    given = on_meta(Language) if dist.get_rank() else make_by_seed(40)
-    options = {"mesh": mesh, "placements": placements, "broadcast": True}
-    model = sharded(path, given, [Mixing], **options)
-    indices = tokens()
-    check_equal(model(indices), plain(indices), "output")
-    plain = initialised(Language, reset, seed=40)
-    torch.manual_seed(40 + dist.get_rank())
-    model = sharded(path, on_meta(Language), [Mixing], init="reset_parameters", **options)
-    check_equal(model(indices), plain(indices), "output after init")
-
-
-@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
-@pytest.mark.parametrize("path", PATHS)
-def test_with_broadcast_over_two_axes_the_first_rank_of_both_is_everyones(path: str, strategy: str) -> None:
-    run_distributed(4, first_of_two_axes, path, strategy)
-
-
-class Offset(nn.Module):
-    """A buffer of which all elements are one in memory."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("offset", torch.tensor([value]).expand(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + self.offset
-
-
-def expanded(path: str) -> None:
-    model = sharded(path, build(lambda: Offset(7.0 + dist.get_rank())), broadcast=True)
-    check_equal(buffers_of(model)["offset"], torch.full((WIDTH,), 7.0), "the buffer")
-    check_equal(model(vectors()), build(lambda: Offset(7.0))(vectors()), "output")
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_with_broadcast_an_expanded_buffer_is_the_first_ranks_too(path: str) -> None:
-    run_distributed(2, expanded, path)
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 12)
-        self.down = nn.Linear(12, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu())
-
-
-def tensor_parallel(broadcast: bool) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = on_meta(Pair)
-    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-    def init(module: nn.Module) -> None:
-        for parameter in module.parameters(recurse=False):
-            data, tensor = mesh.get_coordinate() or ()
-            local(parameter).fill_(1.0 + tensor + 10 * data)
-
-    fsdp_fn.fully_shard(model, mesh["data"], init=init, broadcast=broadcast)
-    up = model.up.weight.full_tensor()
-    rows = torch.tensor([[1.0], [2.0]]).repeat_interleave(6, 0).expand(12, 8).clone()
-    if not broadcast:
-        for piece in (slice(3, 6), slice(9, 12)):
-            rows[piece] += 10
-    check_equal(up, rows, "the whole")
-    model(torch.ones(2, 8)).sum().backward()
-
-
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_tensor_parallel_parameters_are_made_and_sent_within_the_units_axes(broadcast: bool) -> None:
-    run_distributed(4, tensor_parallel, broadcast)
-
-
-# --- refusals -----------------------------------------------------------------------------------------------
-
-
-class Unwritten(nn.Module):
-    """Owns tensors, and has no method that writes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = nn.Module()
-        self.inside.scale = nn.Parameter(torch.ones(WIDTH))
-        self.inside.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.inside.scale
-
-
-def all_but(*left: str) -> Callable[[nn.Module], None]:
-    """An init that forgets these."""
-
-    def init(module: nn.Module) -> None:
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if name not in left:
-                tensor.fill_(1)
-
-    return init
-
-
-def replacing(module: nn.Module) -> None:
-    for name, _ in list(module.named_parameters(recurse=False)):
-        setattr(module, name, nn.Parameter(torch.ones(WIDTH)))
-
-
-def freezing(module: nn.Module) -> None:
-    all_but()(module)
-    module.requires_grad_(False)
-
-
-def misfitting(module: nn.Module) -> None:
-    all_but()(module)
-    if "steps" in module._buffers:
-        module._buffers["steps"] = torch.zeros(3, dtype=torch.int64)
-
-
-def failing(module: nn.Module) -> None:
-    raise KeyError("no such file")
-
-
-def half(module: nn.Module) -> None:
-    all_but()(module)
-    for _, parameter in module.named_parameters(recurse=False):
-        parameter.flatten()[1:].fill_(torch.nan)
-
-
-BAD_INITS: dict[str, tuple[Any, type[Exception], str]] = {
-    "none": (None, ValueError, "'inside.scale'.*is on meta, the mesh on 'cpu': give init="),
-    "no method": ("reset_parameters", ValueError, "module 'inside' of .*, a Module, has scale, steps on meta and no"),
-    "parameter": (all_but("scale"), ValueError, "parameter 'inside.scale' of .*init did not write all of it"),
-    "half a parameter": (half, ValueError, "parameter 'inside.scale' of .*init did not write all of it"),
-    "integer buffer": (all_but("steps"), ValueError, "buffer 'inside.steps' of .*init did not write all of it"),
-    "replaced": (replacing, ValueError, "init of unit .* replaced parameter 'scale'"),
-    "frozen": (freezing, ValueError, "replaced parameter 'scale', or changed its requires_grad"),
-    "buffer of another shape": (misfitting, ValueError, r"'inside.steps' .*\[3\] of torch.int64.*expected \[2\]"),
-    "failing": (failing, RuntimeError, "init of module 'inside' of .* failed: KeyError: 'no such file'"),
-    "another name": ("init_weights", ValueError, "init: expected 'reset_parameters' or a function.*'init_weights'"),
-    "a number": (3, TypeError, "init: expected .* got 3"),
-}
-
-SHARDS: dict[str, Callable[..., Any]] = {"fully_shard": fsdp_fn.fully_shard, "shard": fsdp_fn.shard}
-
-
-def bad_init(sharding: str) -> None:
-    for what, (init, error, match) in BAD_INITS.items():
-        model = on_meta(Unwritten)
-        held = [*model.parameters(), *model.buffers()]
-        with refused(error, match, f"{sharding}, {what}"):
-            SHARDS[sharding](model, init=init)
-        for one, other in zip([*model.parameters(), *model.buffers()], held, strict=True):
-            assert one is other, f"{what}: a tensor was replaced"
-            assert one.is_meta
-            assert one.requires_grad == isinstance(one, nn.Parameter)
-        assert type(model) is Unwritten
-        SHARDS[sharding](model, init=all_but())
-    with refused(TypeError, "broadcast: expected True or False, got 1", sharding):
-        SHARDS[sharding](on_meta(Unwritten), init=all_but(), broadcast=1)
-    model = nn.BatchNorm1d(WIDTH)
-    model.running_mean = torch.zeros(WIDTH, device="meta")
-    with refused(ValueError, "buffer 'running_mean' of unit .* is on meta", sharding):
-        SHARDS[sharding](model)
-    SHARDS[sharding](model, init="reset_parameters")
-
-
-@pytest.mark.parametrize("sharding", SHARDS)
-def test_an_init_that_does_not_do_its_work_is_refused_by_name_and_changes_nothing(sharding: str) -> None:
-    run_distributed(2, bad_init, sharding)
-
-
-class Reaching(nn.Module):
-    """Writes a weight of a child, which may be a unit of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.scale)
-        nn.init.constant_(self.child.bias, 0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.child(x) * self.scale
-
-
-def reaching() -> None:
-    for units in ([], [nn.Linear]):
-        weights = sharded("wrapper", on_meta(Reaching), units, init="reset_parameters").weights()
-        check_equal(weights["child.bias"], torch.full((WIDTH,), 0.5), f"{units}")  # type: ignore[arg-type]
-    weights = sharded("functional", on_meta(Reaching), [], init="reset_parameters").weights()
-    check_equal(weights["child.bias"], torch.full((WIDTH,), 0.5), "functional")  # type: ignore[arg-type]
-    with refused(ValueError, "module '' of unit '' wrote 'child.bias', which another unit holds", "functional"):
-        sharded("functional", on_meta(Reaching), [nn.Linear], init="reset_parameters")
-
-
-def test_a_write_that_reaches_into_another_unit_is_kept_or_refused() -> None:
-    run_distributed(2, reaching)
-
-
-ODD_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
-    "failing": ({"init": all_but()}, {"init": failing}, fsdp_fn.RankFault, "no such file"),
-    "failing with broadcast": (
-        {"init": all_but(), "broadcast": True},
-        {"init": failing, "broadcast": True},
-        fsdp_fn.RankFault,
-        "no such file",
-    ),
-    "no init": ({"init": all_but()}, {}, fsdp_fn.RankFault, "is on meta, the mesh on 'cpu': give init="),
-    "no broadcast": (
-        {"init": all_but(), "broadcast": True},
-        {"init": all_but()},
-        ValueError,
-        "ranks disagree.*broadcast=",
-    ),
-}
-"""What the other ranks give, what the odd one does, and what the others are told."""
-
-
-def one_rank_is_another(sharding: str, odd: str, odd_rank: int) -> None:
-    others, own, _, _ = ODD_RANKS[odd]
-    model = on_meta(Unwritten)
-    held = [*model.parameters(), *model.buffers()]
-    try:
-        SHARDS[sharding](model, **(own if dist.get_rank() == odd_rank else others))
-    finally:
-        for one, other in zip([*model.parameters(), *model.buffers()], held, strict=True):
-            assert one is other, "a tensor was replaced"
-
-
-@pytest.mark.parametrize("odd_rank", [0, 2])
-@pytest.mark.parametrize("odd", ODD_RANKS)
-@pytest.mark.parametrize("sharding", SHARDS)
-def test_a_rank_that_fails_or_differs_is_told_on_every_rank(sharding: str, odd: str, odd_rank: int) -> None:
-    _, _, told, match = ODD_RANKS[odd]
-    errors = run_expecting_error(3, one_rank_is_another, sharding, odd, odd_rank, timeout=30.0)
-    for rank, error in enumerate(errors):
-        with refused(told if told is ValueError or rank != odd_rank else Exception, match, f"rank {rank}"):
-            assert error is not None
-            raise error
-
-
-class Counted(nn.BatchNorm1d):
-    """With a buffer more."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-        self.register_buffer("more", torch.zeros(2))
-
-
-def other_buffers(sharding: str) -> None:
-    model = nn.Sequential(Counted() if dist.get_rank() == 1 else nn.BatchNorm1d(WIDTH))
-    with refused(ValueError, r"ranks disagree.*buffer 0\.more \[2\]", sharding):
-        SHARDS[sharding](model, broadcast=True)
-
-
-@pytest.mark.parametrize("sharding", SHARDS)
-def test_ranks_with_other_buffers_are_told_before_any_is_sent(sharding: str) -> None:
-    run_distributed(2, other_buffers, sharding)
-
-
-def emptied() -> None:
-    plain = build(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
-    model = fsdp_fn.fully_shard(copy.deepcopy(plain))
-    outer = nn.Sequential(model)
-    for what, change in {
-        "to_empty": lambda: model.to_empty(device="cpu"),
-        "to_empty from above": lambda: outer.to_empty(device="cpu"),
-        "to_empty on meta": lambda: model.to_empty(device="meta"),
-    }.items():
-        with refused(TypeError, "sharded weights", what):
-            change()
-        check_equal(model(vectors()), plain(vectors()), what)
-    with refused(TypeError, "to_empty and the like.*init", "to_empty"):
-        model.to_empty(device="cpu")
-
-
-def test_to_empty_after_sharding_is_refused_and_leaves_buffers_alone() -> None:
-    run_distributed(2, emptied)
 
 
 # --- the example --------------------------------------------------------------------------------------------
