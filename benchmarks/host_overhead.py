@@ -26,6 +26,7 @@ from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_fn
+from fsdp_fn import compat
 
 RANKS = 8
 
@@ -74,14 +75,14 @@ def wrap_ours(model: Stack, bf16: bool) -> Stack:
     return fsdp_fn.fully_shard(model, precision=precision)
 
 
-def wrap_theirs(model: Stack, bf16: bool) -> Stack:
-    """Each block a group of FSDP2, then the root."""
+def wrap_by(fully_shard: Callable[..., object], model: Stack, bf16: bool) -> Stack:
+    """Each block a group of FSDP2, or a unit of what stands in for it, then the root."""
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
     )
     for block in model.blocks:
-        torch_fully_shard(block, mp_policy=policy)
-    torch_fully_shard(model, mp_policy=policy)
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
     return model
 
 
@@ -112,7 +113,8 @@ def main() -> None:
     models = {
         "plain": copy.deepcopy(plain).to(torch.bfloat16 if arguments.bf16 else torch.float32),
         "fsdp_fn": wrap_ours(copy.deepcopy(plain), arguments.bf16),
-        "FSDP2": wrap_theirs(copy.deepcopy(plain), arguments.bf16),
+        "fsdp_fn.compat": wrap_by(compat.fully_shard, copy.deepcopy(plain), arguments.bf16),
+        "FSDP2": wrap_by(torch_fully_shard, copy.deepcopy(plain), arguments.bf16),
     }
     x = torch.randn(1, 8, arguments.width, dtype=torch.bfloat16 if arguments.bf16 else torch.float32)
 
@@ -125,7 +127,7 @@ def main() -> None:
 
     times = measure({name: step_of(model) for name, model in models.items()}, arguments.rounds)
     medians = {name: statistics.median(values) for name, values in times.items()}
-    added = {name: (medians[name] - medians["plain"]) / arguments.blocks * 1e3 for name in ("fsdp_fn", "FSDP2")}
+    added = {name: (medians[name] - medians["plain"]) / arguments.blocks * 1e3 for name in models if name != "plain"}
     print(f"torch {torch.__version__}, Python {platform.python_version()}, fake group of {RANKS} ranks, 1 thread, "
           f"{arguments.blocks} blocks of 9 parameters{', bf16 compute' if arguments.bf16 else ''}")  # fmt: skip
     print("| | step ms | added per unit ms | share of FSDP2's |\n| --- | --- | --- | --- |")

@@ -92,7 +92,7 @@ class Unit(ABC):
         self.bracket = bracket
         self.weights = weights
         self._input_dtype, self._output_dtype = precision.input_dtype, precision.output_dtype
-        self._keeps_after_forward = policy.reshard_after_forward is False
+        self._reshards = policy.reshard_after_forward
         self.differentiable = tuple(differentiable)
         self.shards = shards
         self.anchor = torch.zeros((), requires_grad=True, device=device)
@@ -105,6 +105,8 @@ class Unit(ABC):
         self.retired = False
         self._uses = 0
         self._kept = False
+        self._kept_of: object = None
+        self._shown = False
         self._backward_calls = 0
         self._unreduced: set[UnitCall] = set()
         self._device = device
@@ -119,6 +121,25 @@ class Unit(ABC):
     def weights_version(self) -> int:
         """A number that changes when the weights do."""
         return self.version
+
+    @property
+    def last_microbatch(self) -> bool:
+        """Whether a backward that comes completes the gradients."""
+        return self.bracket.last_microbatch
+
+    @property
+    def reshards_after_forward(self) -> bool | int:
+        """As :class:`~fsdp_fn.policy.SchedulePolicy` has it."""
+        return self._reshards
+
+    @property
+    def keeps_after_backward(self) -> bool:
+        """Whether full weights stay after backward, for a forward before they change."""
+        return False
+
+    def source(self) -> object:
+        """What full weights gathered now are a copy of; None where that cannot be told. Alike on all ranks."""
+        return None
 
     def present(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Full weights as the modules are to read them."""
@@ -169,6 +190,33 @@ class Unit(ABC):
     def resting_now(self) -> bool:
         """Whether the slots hold what they hold at rest."""
         return self._installed is self.resting
+
+    def gather_early(self, phase: Phase) -> None:
+        """Gather the full weights, if they are not there, for a forward or a backward to come."""
+        if not self.gathered:
+            self._acquire(phase)
+            self._uses -= 1
+            self._keep_for_later()
+            if phase is not Phase.FORWARD:
+                self.bracket.current_pass().kept[self] = None
+
+    def show(self) -> None:
+        """Gather the full weights and put them in their slots, to be read, until :meth:`hide` or a forward."""
+        self.gather_early(Phase.FORWARD)
+        if self.resting_now:
+            self._install(self.present(self.weights.views))
+            self._shown = True
+
+    def hide(self) -> None:
+        """Put back what the slots hold at rest."""
+        if self._shown:
+            self._shown = False
+            self._install(self.resting)
+
+    @property
+    def idle(self) -> bool:
+        """Whether neither the unit's forward nor its backward is running."""
+        return self.resting_now or self._shown
 
     @contextlib.contextmanager
     def weights_in_place(self) -> Iterator[None]:
@@ -326,6 +374,7 @@ class Unit(ABC):
         self._unreduced.add(call)
         self._backward_calls += 1
         if self._backward_calls == 1:
+            self.hide()
             with torch.enable_grad():
                 self._install(self.present(self.leaves))
             self.before_backward()
@@ -349,7 +398,7 @@ class Unit(ABC):
         started = time.perf_counter()
         try:
             if self.differentiable:
-                self.agree(REDUCTION if self.bracket.last_microbatch else PARTIAL_REDUCTION)
+                self.agree(REDUCTION if self.last_microbatch else PARTIAL_REDUCTION)
             with torch.no_grad():
                 shard_grads = self.deliver(grads)
         finally:
@@ -380,8 +429,10 @@ class Unit(ABC):
     def _acquire(self, phase: Phase) -> None:
         if self._uses == 0:
             kept, self._kept = self._kept, False
-            # What forward left for backward may be older than the main weights: another forward gathers again.
-            if not kept or phase is Phase.FORWARD:
+            made_of, self._kept_of = self._kept_of, None
+            # What forward left for backward may be older than the main weights: another forward gathers again, unless
+            # it is known what was gathered.
+            if not kept or (phase is Phase.FORWARD and (made_of is None or made_of != self.source())):
                 started = time.perf_counter()
                 if self.agreed is not None and (sent := self.weights.sends(phase)) is not None:
                     self.agree(_GATHERS[phase, sent])
@@ -399,18 +450,23 @@ class Unit(ABC):
                 # A recomputation is followed by the backward that asked for it: what it gathered stays for that.
                 self._kept = True
                 self.bracket.current_pass().kept[self] = None
-            elif for_backward and self._keeps_after_forward:
+            elif for_backward and self.reshards_after_forward is False:
                 self._kept = True
+            elif phase is Phase.BACKWARD and self.keeps_after_backward:
+                self._keep_for_later()
             else:
-                if for_backward:
+                if for_backward and self.reshards_after_forward is not True:
                     with torch.no_grad():
                         self.weights.keep_part()
                 self._free(phase)
 
+    def _keep_for_later(self) -> None:
+        self._kept, self._kept_of = True, self.source()
+
     def drop_kept(self) -> None:
         """Release what a recomputation left gathered and no backward took up."""
         if self._kept:
-            self._kept = False
+            self._kept, self._kept_of = False, None
             self._free(Phase.RECOMPUTE)
 
     def _free(self, phase: Phase) -> None:

@@ -42,7 +42,7 @@ def _class_with_method(cls: type[Any], name: str) -> type[nn.Module]:
     def entered(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit: ShardedUnit = self._fsdp_unit
         bound = functools.partial(method, self)
-        return bound(*args, **kwargs) if not unit.resting_now else run_eagerly(self, bound, args, kwargs)
+        return bound(*args, **kwargs) if not unit.idle else run_eagerly(self, bound, args, kwargs)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, name: entered}
     return type(cls.__name__, (cls,), names)

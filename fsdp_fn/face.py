@@ -17,9 +17,12 @@ from fsdp_fn.bracket import Unit
 from fsdp_fn.buffer_specs import spec_of
 from fsdp_fn.delivery import Delivery, FaceDelivery
 from fsdp_fn.escapes import held_at
+from fsdp_fn.gathering import all_gather
 from fsdp_fn.gradient_flow import GradientFlow
+from fsdp_fn.habits import Habits
 from fsdp_fn.passes import Bracket
 from fsdp_fn.placement import Placement, gradient_placements
+from fsdp_fn.planes import Phase
 from fsdp_fn.ragged import RaggedSpec, from_spec, placed_as
 from fsdp_fn.ragged_placement import is_ragged
 from fsdp_fn.state import UnitState, reduced_bytes, trainable_tensors
@@ -54,6 +57,7 @@ class ShardedUnit(Unit):
         parallel: Sequence[TensorParallel | None] | None = None,
     ) -> None:
         self.state, self.mesh, self.setting, self.borrowed = state, setting.mesh, setting, borrowed
+        self.habits = Habits()
         layout, precision = state.layout, state.precision
         self._trainable = trainable_tensors(layout)
         self._dtypes = [precision.main(spec.dtype) for spec in layout.tensors]
@@ -116,6 +120,7 @@ class ShardedUnit(Unit):
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module's forward with the full weights in place."""
+        self.hide()
         if self.resting_now:
             # On torch before 2.13 every attribute of a ragged tensor is a call otherwise.
             with torch._C.DisableTorchFunctionSubclass():
@@ -150,6 +155,39 @@ class ShardedUnit(Unit):
         """Set the name that errors and the event log use."""
         super().rename(name)
         self.delivery.label = self.label
+
+    def take_up(self, habits: Habits) -> None:
+        """Go on with these."""
+        self.habits = habits
+        self.weights.launch_with(habits.gather or all_gather)
+        self.flow.axes, self.flow.scatter = habits.reduced_over or self.state.axes, habits.scatter
+
+    @property
+    def last_microbatch(self) -> bool:
+        """Whether a backward that comes completes the gradients."""
+        return self.bracket.last_microbatch and not self.habits.holds_back
+
+    @property
+    def reshards_after_forward(self) -> bool | int:
+        """As the policy or, later, the user said."""
+        told = self.habits.reshards_after_forward
+        return super().reshards_after_forward if told is None else told
+
+    @property
+    def keeps_after_backward(self) -> bool:
+        """Whether full weights stay after backward, for a forward before they change."""
+        return self.habits.keeps_after_backward
+
+    def source(self) -> object:
+        """The main weights as they are known to be."""
+        return self.changes.copied()
+
+    def before_backward(self) -> None:
+        """Have others gather ahead."""
+        for reference in self.habits.ahead:
+            module: Any = reference()
+            if module is not None:
+                module._fsdp_unit.gather_early(Phase.BACKWARD)
 
     def weights_version(self) -> int:
         """Changes by optimizers are counted by their hook, all others by the flat tensors that they write."""
@@ -196,7 +234,7 @@ class ShardedUnit(Unit):
             return ()
         self._check_dense(grads)
         self.delivery.before_arrival()
-        self.flow.arrive(grads, last_microbatch=self.bracket.last_microbatch)
+        self.flow.arrive(grads, last_microbatch=self.last_microbatch)
         if self.flow.summed is not None:
             self.bracket.expect_more(self)
         return ()
@@ -223,6 +261,8 @@ class ShardedUnit(Unit):
         if finished is not None:
             self.changes.laps += 1
             self.flow.settle()
+            if self.habits.on_reduced is not None:
+                self.habits.on_reduced(finished.flats)
         self.delivery.after_backward(finished)
 
     def drop_backward(self) -> None:

@@ -8,7 +8,7 @@ of one rank has no stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,15 @@ _GATHERED_AS_TYPED = (torch.float32, torch.bfloat16, torch.float16, torch.float6
 _functional = torch.ops._c10d_functional
 
 
+Launch = Callable[[list[torch.Tensor], list[torch.Tensor], Axis], Any]
+"""Starts gathering pieces, which lie in their wholes already, over an axis; what it returns can ``wait()``."""
+
+
+def all_gather(wholes: list[torch.Tensor], pieces: list[torch.Tensor], axis: Axis) -> Any:
+    """By one collective of the process group."""
+    return process_group(axis).allgather_into_tensor_coalesced(as_gathered(wholes), as_gathered(pieces))
+
+
 @dataclass(frozen=True, eq=False)
 class Stage:
     """One launch over one axis: ``pieces``, parts of ``wholes``, become all of them."""
@@ -30,11 +39,11 @@ class Stage:
     axis: Axis
     wholes: list[torch.Tensor]
     pieces: list[torch.Tensor]
+    launch: Launch = all_gather
 
     def start(self) -> Any:
         """Launch it; returns the work handle."""
-        group = process_group(self.axis)
-        return group.allgather_into_tensor_coalesced(as_gathered(self.wholes), as_gathered(self.pieces))
+        return self.launch(self.wholes, self.pieces, self.axis)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +63,10 @@ class InPlaceGather:
         for slot, piece in zip(self.slots, pieces, strict=True):
             # Pinned memory: the device's own stream orders it, and the cast is done over there.
             slot.copy_(piece.to(slot.device, non_blocking=True))
+
+    def launched_with(self, launch: Launch) -> InPlaceGather:
+        """The same gather by other collectives."""
+        return replace(self, stages=tuple(replace(stage, launch=launch) for stage in self.stages))
 
     def start(self) -> Callable[[], None]:
         """Launch the first stage; the result waits for it and runs the others."""

@@ -18,9 +18,10 @@ from fsdp_fn.packing import copy_packed
 from fsdp_fn.placement import Partial, Replicate, arriving, completing, gradient_placements
 from fsdp_fn.policy import Release
 from fsdp_fn.ragged import RaggedSpec
-from fsdp_fn.reducing import Steps, divides_on_arrival, reduce_packed, sum_dtypes
+from fsdp_fn.reducing import Scatter, Steps, divides_on_arrival, reduce_packed, sum_dtypes
 from fsdp_fn.runtime import ResizedBuffer
 from fsdp_fn.state import (
+    Axis,
     Buffer,
     UnitState,
     accumulates_apart,
@@ -31,7 +32,10 @@ from fsdp_fn.state import (
 
 
 class GradientFlow:
-    """``finished``: what this backward completed, None before. ``summed``: microbatches that are not finished yet."""
+    """``finished``: what this backward completed, None before. ``summed``: microbatches that are not finished yet.
+
+    ``axes``: the unit's, or the same over other groups; ``scatter``: what reduces over shards, None as usual.
+    """
 
     def __init__(
         self, unit: UnitState, finished_specs: Sequence[RaggedSpec], summed_specs: Sequence[RaggedSpec]
@@ -47,6 +51,8 @@ class GradientFlow:
         on_arrival = divides_on_arrival(unit.strategy)
         self._divisors = (unit.divisor, 1.0) if on_arrival else (1.0, unit.divisor)
         self._generation: GradientShards | None = None
+        self.axes: Sequence[Axis] = unit.axes
+        self.scatter: Scatter | None = None
         self.finished: GradientShards | None = None
         self.summed: GradientShards | None = None
         self._completed = False
@@ -69,7 +75,7 @@ class GradientFlow:
     def _add(self, flats: list[torch.Tensor]) -> None:
         if self.summed is None:
             self.summed = GradientShards(self._make_sum, self._summed_specs)
-            reduce_packed(flats, self.summed.flats, self._unit.axes, self._arriving, self._divisors[0])
+            self._reduce(flats, self.summed.flats, self._arriving, self._divisors[0])
         elif not self._arriving and self._divisors[0] == 1.0 and not self._offloaded:
             torch._foreach_add_(self.summed.flats, flats)
         else:
@@ -88,7 +94,7 @@ class GradientFlow:
         flats = [flat.to(device, dtype, copy=True) for flat, dtype in zip(self.summed.flats, dtypes, strict=True)]
         if more is not None:
             arrived = [torch.empty_like(flat) for flat in flats]
-            reduce_packed(more, arrived, self._unit.axes, self._arriving, self._divisors[0])
+            self._reduce(more, arrived, self._arriving, self._divisors[0])
             torch._foreach_add_(flats, arrived)
         self._completed = True
         self._finish(flats, self._completing, self._divisors[1])
@@ -107,15 +113,18 @@ class GradientFlow:
     def _finish(self, flats: list[torch.Tensor], steps: Steps, divisor: float) -> None:
         if self.finished is None:
             self.finished = self._next_generation()
-            reduce_packed(flats, self.finished.flats, self._unit.axes, steps, divisor)
+            self._reduce(flats, self.finished.flats, steps, divisor)
         else:
             self._add_reduced(self.finished.flats, flats, steps, divisor)
 
     def _add_reduced(self, total: list[torch.Tensor], flats: list[torch.Tensor], steps: Steps, divisor: float) -> None:
         reduced = [torch.empty_like(flat) for flat in total]
-        reduce_packed(flats, reduced, self._unit.axes, steps, divisor)
+        self._reduce(flats, reduced, steps, divisor)
         self.settle()
         torch._foreach_add_(total, reduced)
+
+    def _reduce(self, flats: list[torch.Tensor], out: list[torch.Tensor], steps: Steps, divisor: float) -> None:
+        reduce_packed(flats, out, self.axes, steps, divisor, self.scatter)
 
     def settle(self) -> None:
         """Have gradients that are on their way to the host there, before the host reads them."""

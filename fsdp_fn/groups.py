@@ -150,6 +150,12 @@ def subgroup_of(axis: Axis, size: int) -> Axis:
     return Axis(axis.name, group.group_name, size, axis.rank - first)
 
 
+def twin_of(axis: Axis) -> str:
+    """Name of another group over the ranks of ``axis``, made on first use. All of them must call."""
+    ranks = dist.get_process_group_ranks(process_group(axis))
+    return str(_found_or_made(ranks, f"fsdp_fn: reductions beside {axis.group}").group_name)
+
+
 def group_over(mesh: DeviceMesh) -> dist.ProcessGroup:
     """A group of all ranks of a mesh: its own where it has one dimension. All its ranks must call."""
     if mesh.ndim == 1:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -35,7 +35,7 @@ from fsdp_fn.passes import Bracket, in_backward
 from fsdp_fn.placement import Placements
 from fsdp_fn.policy import PrecisionPolicy, SchedulePolicy
 from fsdp_fn.ragged import RaggedTensor, UnfinishedGradient, restore_optimizer_state
-from fsdp_fn.relayout import lay_out_for_gradients, successor
+from fsdp_fn.relayout import check_movable, lay_out_for_gradients, successor
 from fsdp_fn.state import UnitState
 from fsdp_fn.ties import Tie, as_sharded, check_ties, find_ties, with_ties
 from fsdp_fn.units import (
@@ -64,7 +64,7 @@ def run_eagerly(module: Any, forward: Callable[..., Any], args: tuple[Any, ...],
     ``torch.compile`` of a model compiles around it; whole graphs are for the functional path.
     """
     unit: ShardedUnit = module._fsdp_unit
-    if unit.outdated() and unit.resting_now and not in_backward():
+    if unit.outdated() and unit.idle and not in_backward():
         _replace(module, unit, lay_out_for_gradients(unit))
     return module._fsdp_unit.run(forward, args, kwargs)
 
@@ -103,6 +103,9 @@ class FsdpModule:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = fn(buffer)
+            for parameter in module._parameters.values():
+                if parameter is not None and not isinstance(parameter, RaggedTensor):
+                    parameter.data = fn(parameter.data)  # one that was ignored
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -134,6 +137,7 @@ def fully_shard(
     group_of: Callable[[str, nn.Parameter], str] | None = None,
     init: Init | None = None,
     broadcast: bool = False,
+    ignored: Collection[nn.Parameter] = (),
 ) -> ModuleType:
     """Shard ``module``'s parameters over ``mesh``, in place, as one unit, and return it.
 
@@ -151,7 +155,8 @@ def fully_shard(
     method of this name (or ``_reset_parameters``), a function is called with the module. It has to write all of them,
     in place (a buffer may be assigned anew); what holds values already keeps them. Random numbers are drawn for full
     tensors, so equally seeded ranks agree. ``broadcast``: all ranks shard the values of the unit's first rank (buffers
-    as well) in place of their own; only there are values, or ``init`` for what is on meta, needed.
+    as well) in place of their own; only there are values, or ``init`` for what is on meta, needed. ``ignored``:
+    parameters that stay as they are, whole on each rank; to keep them alike is the caller's.
 
     Raises ValueError or TypeError on the rank where something does not fit, naming unit and parameter, RuntimeError
     where ``init`` raised, and :class:`~fsdp_fn.groups.RankFault` on the others; no module is changed then.
@@ -168,7 +173,7 @@ def fully_shard(
     try:
         first = Initialization(init, broadcast)
         setting = setting_of(mesh, placements, precision, policy, grad_divisor)
-        owned, ties, borrowed = _owned(module, name, mesh.device_type, setting)
+        owned, ties, borrowed = _owned(module, name, mesh.device_type, setting, ignored)
         layout = unit_layout(owned, setting, group_of, {id(tie.parameter): tie.spec() for tie in ties})
         state = shard_unit(name, owned.parameters, layout, setting)
         prepared = ShardedUnit(owned, state, setting, Bracket(setting.policy.release), borrowed)
@@ -203,7 +208,7 @@ def _without_ties(module: nn.Module, ties: Sequence[Tie]) -> list[tuple[nn.Modul
 
 
 def _owned(
-    module: nn.Module, name: str, device_type: str, setting: Setting
+    module: nn.Module, name: str, device_type: str, setting: Setting, ignored: Collection[nn.Parameter]
 ) -> tuple[OwnedParameters, list[Tie], tuple[Borrowed, ...]]:
     if isinstance(module, FsdpModule):
         raise ValueError(f"{name} is wrapped already")
@@ -211,7 +216,7 @@ def _owned(
         raise ValueError(f"{name} has no forward of its own, so its weights would never be gathered: wrap its children")
     if "forward" in vars(module):
         raise ValueError(f"{name} has its forward set on the instance, which would run without its weights: unset it")
-    every = owned_parameters(module, lambda child: isinstance(child, FsdpModule))
+    every = owned_parameters(module, lambda child: isinstance(child, FsdpModule), ignored=ignored)
     nested = {path: child._fsdp_unit for path, child in _nested(module).items()}
     if not every.parameters and not nested:
         raise ValueError(f"{name} has no parameters: there is nothing to shard")
@@ -276,6 +281,18 @@ def _replace(module: Any, unit: ShardedUnit, made: ShardedUnit) -> None:
     hold(made)
     _live_units.add(made)
     module.__dict__["_fsdp_unit"] = made
+
+
+def resettle(module: nn.Module, setting: Setting) -> None:
+    """Lay a wrapped module's unit out as another setting of the same mesh says. All its ranks must call, between steps.
+
+    Raises RuntimeError as :func:`~fsdp_fn.relayout.check_movable` does.
+    """
+    unit: ShardedUnit = module._fsdp_unit  # type: ignore[assignment]
+    check_movable(unit)
+    made = successor(unit, range(len(unit.parameters)), setting)
+    made.adopt()
+    _replace(module, unit, made)
 
 
 def _lead_to_units(module: nn.Module) -> None:

@@ -92,10 +92,13 @@ class BackwardPass:
     def __call__(self) -> None:
         """The backward pass ended as it should."""
         self._close()
-        if self.delivered and self._bracket.last_microbatch:
+        if self.delivered:
             for unit in self._bracket.take_unfinished():
-                unit.complete_sum()
-                self.delivered[unit] = None
+                if unit.last_microbatch:
+                    unit.complete_sum()
+                    self.delivered[unit] = None
+                else:
+                    self._bracket.expect_more(unit)
         waiting = list(self.delivered)
         try:
             while waiting:
@@ -116,7 +119,7 @@ class BackwardPass:
         for call in list(self.calls):
             call.unit.leave_backward(call, self)
         for unit in self.kept:
-            if not self._bracket.holds(unit):
+            if not self._bracket.holds(unit) and not unit.keeps_after_backward:
                 unit.drop_kept()
         if not self.makes_graph:
             self._bracket.let_go()

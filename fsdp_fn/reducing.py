@@ -18,25 +18,31 @@ from fsdp_fn.state import Axis, UnitState
 
 _functional = torch.ops._c10d_functional
 Steps = Sequence[tuple[int, Reduction]]
+Scatter = Callable[[list[torch.Tensor], list[torch.Tensor], Axis], Callable[[], list[torch.Tensor]]]
+"""Starts the reduce-scatter of flat tensors into shards over an axis; the result waits for them."""
 
 
-def start_steps(flats: list[torch.Tensor], axes: Sequence[Axis], steps: Steps) -> Callable[[], list[torch.Tensor]]:
+def start_steps(
+    flats: list[torch.Tensor], axes: Sequence[Axis], steps: Steps, scatter: Scatter | None = None
+) -> Callable[[], list[torch.Tensor]]:
     """Start reducing ``flats``, whose memory may be written; the result waits, and gives the reduced tensors."""
     steps = [(index, step) for index, step in steps if axes[index].size > 1]
     if not steps or not flats:
         return lambda: flats
-    first = _start(flats, axes[steps[0][0]], steps[0][1])
+    first = _start(flats, axes[steps[0][0]], steps[0][1], scatter)
 
     def complete() -> list[torch.Tensor]:
         reduced = first()
         for index, step in steps[1:]:
-            reduced = _start(reduced, axes[index], step)()
+            reduced = _start(reduced, axes[index], step, scatter)()
         return reduced
 
     return complete
 
 
-def _start(flats: list[torch.Tensor], axis: Axis, step: Reduction) -> Callable[[], list[torch.Tensor]]:
+def _start(
+    flats: list[torch.Tensor], axis: Axis, step: Reduction, scatter: Scatter | None
+) -> Callable[[], list[torch.Tensor]]:
     if step is Reduction.SLICE:
         sizes = [flat.numel() // axis.size for flat in flats]
         # Copies: a view would keep the whole.
@@ -51,7 +57,7 @@ def _start(flats: list[torch.Tensor], axis: Axis, step: Reduction) -> Callable[[
         works = _start_all_reduce(flats, axis)
         return lambda: _waited(works, flats)
     shards = [flat.new_empty(flat.numel() // axis.size) for flat in flats]
-    return scatter_into(shards, flats, axis)
+    return (scatter or scatter_into)(shards, flats, axis)
 
 
 def scatter_into(shards: list[torch.Tensor], flats: list[torch.Tensor], axis: Axis) -> Callable[[], list[torch.Tensor]]:
@@ -96,11 +102,17 @@ def divided(flats: Sequence[torch.Tensor], divisor: float, dtypes: Sequence[torc
 
 
 def reduce_packed(
-    packed: list[torch.Tensor], out: list[torch.Tensor], axes: Sequence[Axis], steps: Steps, divisor: float
+    packed: list[torch.Tensor],
+    out: list[torch.Tensor],
+    axes: Sequence[Axis],
+    steps: Steps,
+    divisor: float,
+    scatter: Scatter | None = None,
 ) -> None:
     """Reduce packed gradients by ``steps``, divide, and write them, cast, into ``out``; complete on return.
 
-    ``packed`` may be written. One reduce-scatter without a cast goes straight into ``out``.
+    ``packed`` may be written. One reduce-scatter without a cast goes straight into ``out``. ``scatter``: default,
+    :func:`scatter_into`.
     """
     if not out:
         return
@@ -111,10 +123,10 @@ def reduce_packed(
         and all(a.dtype is b.dtype and a.device == b.device for a, b in zip(packed, out, strict=True))
     )
     if direct:
-        scatter_into(out, packed, axes[steps[0][0]])()
+        (scatter or scatter_into)(out, packed, axes[steps[0][0]])()
         if divisor != 1.0:
             torch._foreach_div_(out, divisor)
         return
-    means = divided(start_steps(packed, axes, steps)(), divisor, [flat.dtype for flat in out])
+    means = divided(start_steps(packed, axes, steps, scatter)(), divisor, [flat.dtype for flat in out])
     for flat, mean in zip(out, means, strict=True):
         flat.copy_(mean, non_blocking=True)

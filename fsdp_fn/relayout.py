@@ -14,7 +14,7 @@ from fsdp_fn.delivery import FaceDelivery
 from fsdp_fn.face import Borrowed, ShardedUnit
 from fsdp_fn.groups import raise_together
 from fsdp_fn.layout import TensorSpec
-from fsdp_fn.units import OwnedParameters, describe_layout, plan_unit, shard_unit
+from fsdp_fn.units import OwnedParameters, Setting, describe_layout, plan_unit, shard_unit
 
 
 def tensor_spec(unit: ShardedUnit, index: int) -> TensorSpec:
@@ -31,15 +31,19 @@ def check_movable(unit: ShardedUnit) -> None:
         )
     if unit.flow.summed is not None:
         raise RuntimeError(
-            f"{unit.label}: requires_grad of its parameters was changed between microbatches, whose gradients are not "
-            "complete; change it after the backward of the last one"
+            f"{unit.label}: requires_grad of its parameters, or how it reduces, was changed between microbatches, "
+            "whose gradients are not complete; change it after the backward of the last one"
         )
 
 
-def successor(unit: ShardedUnit, kept: Sequence[int]) -> ShardedUnit:
-    """A unit of the parameters ``kept``, by index, in place of ``unit``; its ``adopt`` takes them over."""
+def successor(unit: ShardedUnit, kept: Sequence[int], setting: Setting | None = None) -> ShardedUnit:
+    """A unit of the parameters ``kept``, by index, in place of ``unit``; its ``adopt`` takes them over.
+
+    ``setting``: default, as ``unit`` has.
+    """
+    setting = unit.setting if setting is None else setting
     place = {index: position for position, index in enumerate(kept)}
-    layout = plan_unit([tensor_spec(unit, index) for index in kept], unit.setting)
+    layout = plan_unit([tensor_spec(unit, index) for index in kept], setting)
     parameters = tuple(unit.parameters[index] for index in kept)
     owned = OwnedParameters(
         unit.modules.alive(),
@@ -53,11 +57,12 @@ def successor(unit: ShardedUnit, kept: Sequence[int]) -> ShardedUnit:
         for container, key, index in unit.slots
         if index not in place
     ]
-    state = shard_unit(unit.state.name, parameters, layout, unit.setting)
+    state = shard_unit(unit.state.name, parameters, layout, setting)
     parallel = [unit.parallel[index] for index in kept]
-    made = ShardedUnit(owned, state, unit.setting, unit.bracket, (*unit.borrowed, *given_up), parallel)
+    made = ShardedUnit(owned, state, setting, unit.bracket, (*unit.borrowed, *given_up), parallel)
     made.rename(unit.name)
     made.agreed, made.changes.stepped = unit.agreed, unit.changes.stepped
+    made.take_up(unit.habits)
     return made
 
 

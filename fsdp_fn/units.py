@@ -7,7 +7,7 @@ names is stored once. Nothing here changes a module. What cannot be sharded is r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,12 +50,18 @@ class OwnedParameters:
 
 
 def owned_parameters(
-    module: nn.Module, is_boundary: Callable[[nn.Module], bool], prefix: str = "", whole: nn.Module | None = None
+    module: nn.Module,
+    is_boundary: Callable[[nn.Module], bool],
+    prefix: str = "",
+    whole: nn.Module | None = None,
+    ignored: Collection[nn.Parameter] = (),
 ) -> OwnedParameters:
     """Parameters of ``module`` and its submodules, not descending into those for which ``is_boundary`` holds.
 
-    ``whole``: the model, any module of which may hold them past their names; default ``module``.
+    ``whole``: the model, any module of which may hold them past their names; default ``module``. ``ignored``: what is
+    not owned all the same.
     """
+    left_out = {id(parameter) for parameter in ignored}
     names: list[str] = []
     parameters: list[nn.Parameter] = []
     slots: list[Slot] = []
@@ -63,7 +69,7 @@ def owned_parameters(
     modules = list(_walk(module, is_boundary, prefix, {}))
     for path, owner in modules:
         for name, parameter in owner._parameters.items():
-            if parameter is None:
+            if parameter is None or id(parameter) in left_out:
                 continue
             full = f"{path}.{name}" if path else name
             index = index_of.setdefault(id(parameter), len(parameters))

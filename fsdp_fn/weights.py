@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from fsdp_fn.gathering import InPlaceGather, plan_gather
+from fsdp_fn.gathering import InPlaceGather, Launch, plan_gather
 from fsdp_fn.groups import subgroup_of
 from fsdp_fn.packing import tensor_views
 from fsdp_fn.placement import Placement, Replicate, Sharded, parameter_placements
@@ -53,6 +53,9 @@ class Weights(Protocol):
     def release(self, how: Release, phase: Phase) -> None:
         """Let them go, as ``phase`` ends."""
 
+    def launch_with(self, launch: Launch) -> None:
+        """Gather by these collectives from now on, where each use gathers."""
+
 
 class StandingWeights:
     """The weights themselves, whole and uncast: a strategy or a group of one that gathers nothing."""
@@ -84,6 +87,9 @@ class StandingWeights:
 
     def release(self, how: Release, phase: Phase) -> None:
         """They are not a copy."""
+
+    def launch_with(self, launch: Launch) -> None:
+        """Nothing is gathered."""
 
 
 class Changes:
@@ -168,6 +174,9 @@ class ResidentWeights:
     def release(self, how: Release, phase: Phase) -> None:
         """They stay."""
 
+    def launch_with(self, launch: Launch) -> None:
+        """No use gathers them."""
+
 
 class GatheredWeights:
     """Full weights that exist while they are used."""
@@ -224,6 +233,10 @@ class GatheredWeights:
         self.buffer.free(how)
         if self._kept is not None and phase is Phase.BACKWARD:
             self._kept.drop()
+
+    def launch_with(self, launch: Launch) -> None:
+        """All but what a smaller group gathers, and planes at rest."""
+        self._gather = self._gather.launched_with(launch)
 
 
 def _cut(placement: Placement) -> bool:
