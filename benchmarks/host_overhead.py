@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn import functional
@@ -67,22 +68,22 @@ class Stack(nn.Module):
         return x
 
 
-def wrap_ours(model: Stack, bf16: bool) -> Stack:
+def wrap_ours(model: Stack, mesh: DeviceMesh, bf16: bool) -> Stack:
     """Each block a unit of fsdp_fn, then the root."""
     precision = fsdp_fn.PrecisionPolicy(compute_dtype=torch.bfloat16) if bf16 else None
     for block in model.blocks:
-        fsdp_fn.fully_shard(block, precision=precision)
-    return fsdp_fn.fully_shard(model, precision=precision)
+        fsdp_fn.fully_shard(block, mesh, precision=precision)
+    return fsdp_fn.fully_shard(model, mesh, precision=precision)
 
 
-def wrap_by(fully_shard: Callable[..., object], model: Stack, bf16: bool) -> Stack:
+def wrap_by(fully_shard: Callable[..., object], model: Stack, mesh: DeviceMesh, bf16: bool) -> Stack:
     """Each block a group of FSDP2, or a unit of what stands in for it, then the root."""
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
     )
     for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -108,13 +109,14 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    mesh = init_device_mesh("cpu", (RANKS,))
     torch.manual_seed(0)
     plain = Stack(arguments.blocks, arguments.width)
     models = {
         "plain": copy.deepcopy(plain).to(torch.bfloat16 if arguments.bf16 else torch.float32),
-        "fsdp_fn": wrap_ours(copy.deepcopy(plain), arguments.bf16),
-        "fsdp_fn.compat": wrap_by(compat.fully_shard, copy.deepcopy(plain), arguments.bf16),
-        "FSDP2": wrap_by(torch_fully_shard, copy.deepcopy(plain), arguments.bf16),
+        "fsdp_fn": wrap_ours(copy.deepcopy(plain), mesh, arguments.bf16),
+        "fsdp_fn.compat": wrap_by(compat.fully_shard, copy.deepcopy(plain), mesh, arguments.bf16),
+        "FSDP2": wrap_by(torch_fully_shard, copy.deepcopy(plain), mesh, arguments.bf16),
     }
     x = torch.randn(1, 8, arguments.width, dtype=torch.bfloat16 if arguments.bf16 else torch.float32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType
 from typing import Any
 
@@ -47,11 +48,10 @@ def run(fsdp: ModuleType, name: str) -> Found:
     assert all(buffer.is_cuda for buffer in model.buffers())
     blocks = list(model.blocks)
     if name == "told":
-        for block, following in zip(blocks, blocks[1:], strict=False):
+        for block, following in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([block])
         blocks[0].set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=torch.cuda.Stream())
-        model.set_reshard_after_backward(False)
         model.unshard(async_op=True).wait()
     return train(fsdp, model)
 
