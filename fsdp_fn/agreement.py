@@ -151,7 +151,7 @@ class Agreement:
         where = f"{self._scope}/{self._meetings}"
         self._meetings += 1
         alike, outcome = f"{where}/at {event.number}", f"{where}/outcome"
-        store.set(f"{where}/rank {rank}", label)
+        store.set(f"{where}/rank {rank}", f"{event.number} {label}")
         store.add(alike, 1)
         if store.add(f"{where}/posted", 1) == len(self._ranks):
             store.compare_set(outcome, "", _ALL_CAME)
@@ -163,26 +163,27 @@ class Agreement:
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
         if store.get(outcome).decode() != _ALL_CAME or store.add(alike, 0) != len(self._ranks):
-            raise RankDivergence(self._report(where, label, timeout))
+            raise RankDivergence(self._report(where, event, label, timeout))
         for key in self._posted:
             store.delete_key(key)  # of the last meeting, which all have left
         shared = [alike, outcome, f"{where}/posted"] if rank == self._ranks[0] else []
         self._posted = [f"{where}/rank {rank}", *shared]
 
-    def _report(self, where: str, label: str, timeout: float) -> str:
+    def _report(self, where: str, event: Event, label: str, timeout: float) -> str:
         here, found = dist.get_rank(), []
         for rank in self._ranks:
             key = f"{where}/rank {rank}"
-            other = self._store.get(key).decode() if self._store.check([key]) else None
-            if other is None:
+            posted = self._store.get(key).decode() if self._store.check([key]) else ""
+            number, _, other = posted.partition(" ")
+            if not posted:
                 found.append(f"rank {rank} did not come here within {timeout:g} s, and waits elsewhere or has ended")
-            elif other != label and rank != here:
-                found.append(f"rank {rank} came to {other}")
+            elif number != str(event.number):
+                found.append(f"rank {rank} came to {other}{', another one of that name' if other == label else ''}")
         outcome = self._store.get(f"{where}/outcome").decode()
         if outcome != _ALL_CAME and not outcome.startswith(f"rank {here} "):
             found.append(outcome)
         return (
-            f"ranks run different units: rank {here} came to {label}; {'; '.join(found) or 'others to another model'}. "
+            f"ranks run different units: rank {here} came to {label}; {'; '.join(found)}. "
             "All ranks of a mesh must run the same units in the same order: where each chooses among experts, shard "
             "the module that holds them as one unit, not each expert"
         )

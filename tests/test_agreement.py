@@ -93,8 +93,11 @@ def choose_without_a_root(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["training", "evaluation"])
 def test_so_they_are_where_no_module_around_them_is_wrapped(way: str) -> None:
-    for error in run_expecting_error(2, choose_without_a_root, way, timeout=50):
+    for rank, error in enumerate(run_expecting_error(2, choose_without_a_root, way, timeout=50)):
         assert isinstance(error, fsdp_fn.RankDivergence)
+        # None has a path in a wrapped module, and so a name of its own.
+        what = "the gather for forward of the root unit"
+        assert f"rank {rank} came to {what}; rank {1 - rank} came to {what}, another one of that name" in str(error)
 
 
 @as_if_alone()
@@ -194,6 +197,24 @@ def test_meshes_that_share_a_process_group_are_held_against_each_other(which: st
     errors = run_expecting_error(world_size, take_turns_on_meshes_of_one_group, which, timeout=50)
     assert any(isinstance(error, fsdp_fn.RankDivergence) for error in errors), errors
     # The others fail with the group, or are told as well: none returns a number.
+    assert all(error is not None for error in errors), errors
+
+
+@as_if_alone()
+def clip_on_one_rank() -> None:
+    model = Wrapper(build(Experts), (Expert,), policy=PATIENT)
+    for _ in range(2):
+        step(model, 0)
+        fsdp_fn.clip_grad_norm_(model.module, 1.0)
+    step(model, 0)
+    if dist.get_rank() == 0:
+        fsdp_fn.clip_grad_norm_(model.module, 1.0)
+    step(model, 0)
+
+
+def test_a_norm_that_only_some_ranks_take_is_refused() -> None:
+    errors = run_expecting_error(2, clip_on_one_rank, timeout=50)
+    assert isinstance(errors[1], fsdp_fn.RankDivergence), errors
     assert all(error is not None for error in errors), errors
 
 
