@@ -33,9 +33,11 @@ from fsdp_fn.state import Axis
 REMEMBERED: Final = 100_000
 """Events of which what followed is known for certain: many laps of a large model."""
 
-_Key = tuple[tuple[int, ...], tuple[tuple[str, int], ...]]
-_registry: dict[_Key, tuple[dist.Store, Agreement]] = {}
-"""By ranks, and names and sizes of axes: one for all models and meshes of these, as the order of what ranks send is."""
+_registry: dict[tuple[int, ...], tuple[dist.Store, Agreement]] = {}
+"""By ranks: one for all models and meshes of these, for meshes of other names and shapes may share process groups."""
+
+
+_ALL_CAME: Final = "all came"
 
 
 class RankDivergence(RuntimeError):
@@ -52,38 +54,34 @@ class Event:
 
 
 class AgreedUnit:
-    """A unit among those that some ranks agree on. Made in the same order on all of them."""
+    """A unit among those that some ranks agree on. Made in the same order on all of them.
 
-    def __init__(self, agreement: Agreement, axes: tuple[Axis, ...], device: torch.device, timeout: float) -> None:
-        self._agreement, self._axes, self._device, self._timeout = agreement, axes, device, timeout
-        self._identity = agreement.next_identity()
-        self._events: dict[str, Event] = {}
+    ``agreements``: of all its ranks, and of those of each of its axes, whose group other units may have to themselves.
+    """
+
+    def __init__(self, agreements: Sequence[Agreement], device: torch.device, timeout: float) -> None:
+        self._agreements = [(agreement, agreement.next_identity()) for agreement in agreements]
+        self._device, self._timeout = device, timeout
+        self._events: dict[str, list[tuple[Agreement, Event]]] = {}
 
     def check(self, what: str, label: str) -> None:
         """Before ``what`` (such as "the gather for forward") is sent: returns if all ranks of the unit are at it."""
-        event = self._events.get(what)
-        if event is None:
-            event = self._events[what] = Event(f"{self._identity} {what}")
-        if not self._agreement.expects(event):
-            if not (self._agreement.expects_nothing() and self._all_at(event)):
-                self._agreement.meet(event, f"{what} of {label}", self._timeout)
-            self._agreement.add(event)
-
-    def _all_at(self, event: Event) -> bool:
-        with torch.inference_mode(False), torch.no_grad():
-            pair = torch.tensor([event.number, -event.number], dtype=torch.int64, device=self._device)
-            for axis in self._axes:
-                dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=process_group(axis))
-            most, least = pair.tolist()
-        return bool(most == -least)
+        events = self._events.get(what)
+        if events is None:
+            events = self._events[what] = [(one, Event(f"{identity} {what}")) for one, identity in self._agreements]
+        for agreement, event in events:
+            if not agreement.expects(event):
+                if not (agreement.expects_nothing() and agreement.all_at(event, self._device)):
+                    agreement.meet(event, f"{what} of {label}", self._timeout)
+                agreement.add(event)
 
 
 class Agreement:
-    """What the ranks of some axes have sent so far, for all models that they run."""
+    """What some ranks have sent so far, for all models that they run. ``axes``: of the last mesh of theirs."""
 
-    def __init__(self, key: _Key, store: dist.Store) -> None:
-        self._ranks, self._store = key[0], store
-        self._scope = "fsdp_fn/" + hashlib.sha256(str(key).encode()).hexdigest()[:16]
+    def __init__(self, ranks: tuple[int, ...], store: dist.Store, axes: tuple[Axis, ...]) -> None:
+        self._ranks, self._store, self.axes = ranks, store, axes
+        self._scope = "fsdp_fn/" + hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
         self._identities = itertools.count()
         self._history: list[Event] = []
         self._dropped = 0
@@ -135,40 +133,57 @@ class Agreement:
 
     # --- between ranks ------------------------------------------------------------------------------------------
 
+    def all_at(self, event: Event, device: torch.device) -> bool:
+        """Whether all ranks are at ``event``, where all are known to ask."""
+        with torch.inference_mode(False), torch.no_grad():
+            pair = torch.tensor([event.number, -event.number], dtype=torch.int64, device=device)
+            for axis in self.axes:
+                dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=process_group(axis))
+            most, least = pair.tolist()
+        return bool(most == -least)
+
     def meet(self, event: Event, label: str, timeout: float) -> None:
-        """Post what this rank is at, and wait until all ranks have posted the same."""
+        """Post what this rank is at, and wait until all ranks have posted the same.
+
+        Either all ranks hear that all came, or each that comes hears that one did not wait for it.
+        """
         store, rank = self._store, dist.get_rank()
         where = f"{self._scope}/{self._meetings}"
         self._meetings += 1
-        alike, complete = f"{where}/at {event.number}", f"{where}/complete"
-        store.set(f"{where}/rank {rank}", label)
+        alike, outcome = f"{where}/at {event.number}", f"{where}/outcome"
+        store.set(f"{where}/rank {rank}", f"{event.number} {label}")
         store.add(alike, 1)
         if store.add(f"{where}/posted", 1) == len(self._ranks):
-            store.set(complete, "1")
+            store.compare_set(outcome, "", _ALL_CAME)
         deadline, pause = time.monotonic() + timeout, 0.0002
-        while not store.check([complete]):
+        while not store.check([outcome]):
             if time.monotonic() > deadline:
-                raise RankDivergence(self._report(where, label, timeout))
+                store.compare_set(outcome, "", f"rank {rank} waited {timeout:g} s for the others, and waits no more")
+                break
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
-        if store.add(alike, 0) != len(self._ranks):
-            raise RankDivergence(self._report(where, label, timeout))
+        if store.get(outcome).decode() != _ALL_CAME or store.add(alike, 0) != len(self._ranks):
+            raise RankDivergence(self._report(where, event, label, timeout))
         for key in self._posted:
             store.delete_key(key)  # of the last meeting, which all have left
-        shared = [alike, complete, f"{where}/posted"] if rank == self._ranks[0] else []
+        shared = [alike, outcome, f"{where}/posted"] if rank == self._ranks[0] else []
         self._posted = [f"{where}/rank {rank}", *shared]
 
-    def _report(self, where: str, label: str, timeout: float) -> str:
+    def _report(self, where: str, event: Event, label: str, timeout: float) -> str:
         here, found = dist.get_rank(), []
         for rank in self._ranks:
             key = f"{where}/rank {rank}"
-            other = self._store.get(key).decode() if self._store.check([key]) else None
-            if other is None:
+            posted = self._store.get(key).decode() if self._store.check([key]) else ""
+            number, _, other = posted.partition(" ")
+            if not posted:
                 found.append(f"rank {rank} did not come here within {timeout:g} s, and waits elsewhere or has ended")
-            elif other != label and rank != here:
-                found.append(f"rank {rank} came to {other}")
+            elif number != str(event.number):
+                found.append(f"rank {rank} came to {other}{', another one of that name' if other == label else ''}")
+        outcome = self._store.get(f"{where}/outcome").decode()
+        if outcome != _ALL_CAME and not outcome.startswith(f"rank {here} "):
+            found.append(outcome)
         return (
-            f"ranks run different units: rank {here} came to {label}; {'; '.join(found) or 'others to another model'}. "
+            f"ranks run different units: rank {here} came to {label}; {'; '.join(found)}. "
             "All ranks of a mesh must run the same units in the same order: where each chooses among experts, shard "
             "the module that holds them as one unit, not each expert"
         )
@@ -180,8 +195,17 @@ def agreed_unit(
     """The next unit on ``axes``, which ``ranks`` (global) share; None for a single rank. They all must call."""
     if math.prod(axis.size for axis in axes) == 1:
         return None
-    key, store = (tuple(sorted(ranks)), tuple((axis.name, axis.size) for axis in axes)), _get_default_store()
-    known = _registry.get(key)
+    by_ranks = {tuple(sorted(ranks)): axes}
+    for axis in axes:
+        if axis.size > 1:
+            by_ranks.setdefault(tuple(sorted(dist.get_process_group_ranks(process_group(axis)))), (axis,))
+    return AgreedUnit([_agreement(*entry) for entry in by_ranks.items()], device, timeout)
+
+
+def _agreement(ranks: tuple[int, ...], axes: tuple[Axis, ...]) -> Agreement:
+    store = _get_default_store()
+    known = _registry.get(ranks)
     if known is None or known[0] is not store:
-        known = _registry[key] = store, Agreement(key, store)
-    return AgreedUnit(known[1], axes, device, timeout)
+        known = _registry[ranks] = store, Agreement(ranks, store, axes)
+    known[1].axes = axes  # those of earlier meshes may be gone
+    return known[1]

@@ -69,7 +69,8 @@ def clip_grad_norm_(
     Returns the norm before, a plain scalar, the same on all ranks. ``module``: the outermost wrapped one, or one above;
     gradients of DTensor parameters or of the plain shards that stand in for them. ``norm_type``: any p above 0, or
     inf. All ranks must call. Raises ValueError for another ``norm_type`` and for a module without wrapped units,
-    UnfinishedGradient between microbatches, RuntimeError for a norm that is not finite with ``error_if_nonfinite``.
+    UnfinishedGradient between microbatches, RuntimeError for a norm that is not finite with ``error_if_nonfinite``,
+    :class:`~fsdp_fn.agreement.RankDivergence` where other ranks came to something else.
     """
     _check_order(norm_type)
     units = [child._fsdp_unit for child in module.modules() if isinstance(child, FsdpModule)]
@@ -95,6 +96,7 @@ def clip_grad_norm_(
             gradients.append(gradient)
         held += [(local, count) for count, local in by_copies.items()]
     widest = _widest([unit.state.axes for unit in units])
+    next(unit for unit in units if unit.state.axes == widest).agree("the norm of all gradients, in the name")
     axes = widest + tuple(axis for axis in parallel_axes if axis not in widest)
     dtypes = [d for unit in units for d in unit.state.main_dtypes(trainable_segments(unit.state.layout))]
     norm = _total_norm(held, axes, norm_type, units[0].state.compute_device, dtypes)

@@ -32,6 +32,11 @@ class WatchedModules:
         # torch's own attributes come first in a module's dict; those behind them may come and go.
         self._entries = tuple((weakref.ref(module), _count_internals(module)) for module in modules)
         self._sizes = tuple((len(module._modules), len(module._parameters)) for module in modules)
+        self._identities = frozenset(id(module) for module in modules)
+
+    def has(self, module: nn.Module) -> bool:
+        """Whether ``module`` is one of them."""
+        return id(module) in self._identities and any(reference() is module for reference, _ in self._entries)
 
     def attributes(self) -> list[tuple[dict[str, Any], int, nn.Module]]:
         """Of each module that lives: its dict, how many of torch's own attributes lead it, and itself."""

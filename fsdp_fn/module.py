@@ -212,6 +212,12 @@ def _owned(
 ) -> tuple[OwnedParameters, list[Tie], tuple[Borrowed, ...]]:
     if isinstance(module, FsdpModule):
         raise ValueError(f"{name} is wrapped already")
+    above = next((unit for unit in _live_units if unit.modules.has(module)), None)
+    if above is not None:
+        raise ValueError(
+            f"{name} is part of {above.label} ({type(above.modules.alive()[0]).__name__}), which was wrapped before it "
+            "and gathers its weights: call fully_shard on nested modules first"
+        )
     if type(module).forward is nn.Module.forward and "forward" not in vars(module):
         raise ValueError(f"{name} has no forward of its own, so its weights would never be gathered: wrap its children")
     if "forward" in vars(module):

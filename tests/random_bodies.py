@@ -193,6 +193,48 @@ class Convolution(Body):
         return self.convolution(x.unsqueeze(1)).mean(1)
 
 
+class Recurrent(Body):
+    """Its weights are reached by way of a list that torch's kernel takes whole."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.cell = nn.GRU(width, width)
+
+    def forward(self, x: Tensor, turn: int) -> Tensor:
+        output: Tensor = self.cell(x)[0]
+        return output
+
+
+class Attention(Body):
+    """Reads its last layer's weights past that layer's forward."""
+
+    layers_apart = False
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 1)
+
+    def forward(self, x: Tensor, turn: int) -> Tensor:
+        output: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return output
+
+
+class Stacked(Body):
+    """Weights in a list and a dict of parameters; some of three dimensions, of which each row of ``x`` takes one."""
+
+    layers_apart = False
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList([torch.randn(2, width, width), torch.rand(width)])
+        self.named = nn.ParameterDict({"shift": torch.rand(size, width)})
+
+    def forward(self, x: Tensor, turn: int) -> Tensor:
+        taken = self.layers[0][torch.arange(len(x)) % 2]
+        y = torch.bmm(x.unsqueeze(1), taken).squeeze(1).tanh()
+        return y * self.layers[1] + self.named["shift"].mean(0)
+
+
 def _complex_numbers(width: int) -> Tensor:
     return torch.complex(torch.rand(width, dtype=torch.float32), torch.rand(width, dtype=torch.float32))
 
@@ -221,4 +263,7 @@ MAKE_BODY: dict[str, Callable[[int, int], Body]] = {
     "batch norm": BatchNorm,
     "counter": Counter,
     "convolution": Convolution,
+    "recurrent": Recurrent,
+    "attention": Attention,
+    "stacked": Stacked,
 }

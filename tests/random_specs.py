@@ -35,9 +35,13 @@ BODIES = (
     "batch norm",
     "counter",
     "convolution",
+    "recurrent",
+    "attention",
+    "stacked",
 )
 NOT_ALL_TRAINED = {"frozen linear", "frozen expanded", "integers", "booleans", "complex numbers", "8-bit floats"}
-NOT_IN_BFLOAT16 = {"batch norm", "convolution"}  # torch's CPU kernels want one dtype in all of their arguments
+# torch's CPU kernels want one dtype in all of their arguments
+NOT_IN_BFLOAT16 = {"batch norm", "convolution", "recurrent"}
 OUTPUTS = (
     "tensor",
     "tuple",

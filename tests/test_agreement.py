@@ -17,6 +17,7 @@ import torch.distributed as dist
 from comparison import PATHS, Wrapper
 from models import Block, build, vectors
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_fn
 from fsdp_fn.agreement import _registry
@@ -92,8 +93,11 @@ def choose_without_a_root(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["training", "evaluation"])
 def test_so_they_are_where_no_module_around_them_is_wrapped(way: str) -> None:
-    for error in run_expecting_error(2, choose_without_a_root, way, timeout=50):
+    for rank, error in enumerate(run_expecting_error(2, choose_without_a_root, way, timeout=50)):
         assert isinstance(error, fsdp_fn.RankDivergence)
+        # None has a path in a wrapped module, and so a name of its own.
+        what = "the gather for forward of the root unit"
+        assert f"rank {rank} came to {what}; rank {1 - rank} came to {what}, another one of that name" in str(error)
 
 
 @as_if_alone()
@@ -139,7 +143,7 @@ def count_comparisons(path: str) -> int:
     model = PATHS[path](build(lambda: nn.Sequential(Block(), Block(), nn.Linear(7, 3))), (Block,))
     model(vectors()).sum().backward()
     model(vectors()).sum().backward()
-    agreement = _registry[tuple(range(dist.get_world_size())), (("data", dist.get_world_size()),)][1]
+    agreement = _registry[tuple(range(dist.get_world_size()))][1]
     first = agreement.compared
     for _ in range(3):
         model(vectors()).sum().backward()
@@ -165,6 +169,70 @@ def two_models() -> None:
 
 def test_several_models_share_what_their_ranks_agree_on() -> None:
     run_distributed(2, two_models)
+
+
+@as_if_alone()
+def take_turns_on_meshes_of_one_group(which: str) -> None:
+    """Two models whose meshes differ and whose collectives meet in one process group; then each rank runs another."""
+    count = dist.get_world_size()
+    if which == "names":
+        meshes = [init_device_mesh("cpu", (count,), mesh_dim_names=(name,)) for name in ("data", "dp")]
+        first = fsdp_fn.zero3()
+    else:
+        whole = init_device_mesh("cpu", (count // 2, 2), mesh_dim_names=("outer", "inner"))
+        meshes, first = [whole, whole["inner"]], fsdp_fn.hsdp("outer", "inner")
+    models = [
+        fsdp_fn.fully_shard(build(lambda: nn.Linear(4, 4)), mesh, placements=strategy, policy=PATIENT)
+        for mesh, strategy in zip(meshes, (first, fsdp_fn.zero3()), strict=True)
+    ]
+    for _ in range(2):
+        for model in models:
+            model(torch.ones(1, 4)).sum().backward()
+    with torch.no_grad():
+        models[dist.get_rank() % 2](torch.ones(1, 4))
+
+
+@pytest.mark.parametrize(("which", "world_size"), [("names", 2), ("one in the other", 2), ("one in the other", 4)])
+def test_meshes_that_share_a_process_group_are_held_against_each_other(which: str, world_size: int) -> None:
+    errors = run_expecting_error(world_size, take_turns_on_meshes_of_one_group, which, timeout=50)
+    assert any(isinstance(error, fsdp_fn.RankDivergence) for error in errors), errors
+    # The others fail with the group, or are told as well: none returns a number.
+    assert all(error is not None for error in errors), errors
+
+
+@as_if_alone()
+def clip_on_one_rank() -> None:
+    model = Wrapper(build(Experts), (Expert,), policy=PATIENT)
+    for _ in range(2):
+        step(model, 0)
+        fsdp_fn.clip_grad_norm_(model.module, 1.0)
+    step(model, 0)
+    if dist.get_rank() == 0:
+        fsdp_fn.clip_grad_norm_(model.module, 1.0)
+    step(model, 0)
+
+
+def test_a_norm_that_only_some_ranks_take_is_refused() -> None:
+    errors = run_expecting_error(2, clip_on_one_rank, timeout=50)
+    assert isinstance(errors[1], fsdp_fn.RankDivergence), errors
+    assert all(error is not None for error in errors), errors
+
+
+def come_late() -> None:
+    net = fsdp_fn.fully_shard(build(lambda: nn.Linear(4, 4)), policy=PATIENT)
+    for _ in range(2):
+        net(torch.ones(1, 4)).sum().backward()
+    net(torch.ones(1, 4))
+    if dist.get_rank() == 1:
+        time.sleep(3.0)
+    net(torch.ones(1, 4))
+
+
+def test_a_rank_that_comes_after_the_others_gave_up_is_told_and_sends_nothing() -> None:
+    waited, late = run_expecting_error(2, come_late, timeout=50)
+    assert "rank 1 did not come here within 2 s" in str(waited), waited
+    assert isinstance(late, fsdp_fn.RankDivergence), late
+    assert "rank 0 waited 2 s for the others, and waits no more" in str(late), late
 
 
 @as_if_alone()

@@ -124,6 +124,8 @@ def parameters_that_do_not_fit() -> None:
     wrapped = fsdp_fn.fully_shard(build(Chain))
     refuse(wrapped, ValueError, "Chain is wrapped already", sharding=("fully_shard",))
     refuse(wrapped, ValueError, r"'first\.norm\.weight'.*DTensor already", sharding=("shard",))
+    above = r"Block is part of the root unit \(Chain\), which was wrapped before it.*nested modules first"
+    refuse(wrapped.first, ValueError, above, sharding=("fully_shard",))
     elsewhere = fsdp_fn.fully_shard(nn.Sequential(wrapped.head))
     with refused(RuntimeError, "parameter 'weight' is tied to one that another unit holds", "a head of two models"):
         elsewhere(vectors())
