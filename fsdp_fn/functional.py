@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -152,11 +152,31 @@ def _plan(
             raise ValueError(f"unit {path!r} has no parameters of its own")
         check_parameters(owned, path, device.type, may_be_meta=True)
         check_references(owned, model, path)
-    all_owned = ties_moved_up(all_owned, model)
+    own, all_owned = all_owned, ties_moved_up(all_owned, model)
+    _check_ties(own, all_owned, settings)
     return {
         path: UnitPlan(path, owned, unit_layout(owned, settings[path], group_of), settings[path])
         for path, owned in all_owned.items()
     }
+
+
+def _check_ties(
+    before: Mapping[str, OwnedParameters], after: Mapping[str, OwnedParameters], settings: Mapping[str, Setting]
+) -> None:
+    """Raise ValueError where a parameter would move up to a unit that means something else by its gradient."""
+    held = {id(parameter): path for path, owned in after.items() for parameter in owned.parameters}
+    for path, owned in before.items():
+        for name, parameter in zip(owned.names, owned.parameters, strict=True):
+            there, here = settings[held[id(parameter)]], settings[path]
+            what = (
+                f"parameter {name!r} of unit {path!r} is tied, and belongs to unit {held[id(parameter)]!r} around all"
+            )
+            if here.mesh != there.mesh:
+                raise ValueError(f"{what}, on another mesh, {there.mesh}, not {here.mesh}; put both on one mesh")
+            if here.grad_divisor != there.grad_divisor:
+                raise ValueError(f"{what}, whose grad_divisor is {there.grad_divisor}, not {here.grad_divisor}")
+            if here.precision.main(parameter.dtype) != there.precision.main(parameter.dtype):
+                raise ValueError(f"{what}, whose main dtype is another; give both the same")
 
 
 def _template(model: nn.Module, plan: ModelPlan, state: ModelState, device: torch.device) -> Template:

@@ -109,6 +109,11 @@ def check_ties(ties: Sequence[Tie], setting: Setting, unit: str) -> None:
         wanted = setting.precision.main(tie.spec().dtype)
         if tie.parameter.dtype != wanted:
             raise ValueError(f"{label}, whose main dtype is {tie.parameter.dtype}, here {wanted}; choose one of them")
+        if tie.unit.setting.grad_divisor != setting.grad_divisor:
+            raise ValueError(
+                f"{label}, whose grad_divisor is {tie.unit.setting.grad_divisor}, here {setting.grad_divisor}; "
+                "give both the same"
+            )
         check_movable(tie.unit)
 
 

@@ -168,9 +168,7 @@ def test_a_tie_that_no_unit_around_holds_is_refused_by_name(which: str) -> None:
 
 def tie_what_cannot_be(which: str) -> None:
     net = build(Tied)
-    inner: dict[str, Any] = {}
-    if which == "main dtype":
-        inner = {"precision": fsdp_fn.PrecisionPolicy(main_dtype=torch.float64)}
+    inner = TIED_OTHERWISE.get(which, {})
     fsdp_fn.fully_shard(net.emb, **inner)
     fsdp_fn.fully_shard(net.out, **inner)
     if which == "shards":
@@ -178,7 +176,27 @@ def tie_what_cannot_be(which: str) -> None:
     fsdp_fn.fully_shard(net)
 
 
-@pytest.mark.parametrize("which", ["main dtype", "shards"])
+TIED_OTHERWISE: dict[str, dict[str, Any]] = {
+    "main dtype": {"precision": fsdp_fn.PrecisionPolicy(main_dtype=torch.float64)},
+    "grad_divisor": {"grad_divisor": 2.0},
+}
+"""How tied units differ from the one around them."""
+
+
+def share_what_cannot_be(which: str) -> None:
+    units = [fsdp_fn.UnitSpec(cls, **TIED_OTHERWISE[which]) for cls in (Embedding, Output)]
+    fsdp_fn.shard(build(Tied), units=units)
+
+
+@pytest.mark.parametrize("which", TIED_OTHERWISE)
+def test_the_functional_path_refuses_a_tie_of_units_that_differ(which: str) -> None:
+    for error in run_expecting_error(2, share_what_cannot_be, which):
+        assert isinstance(error, ValueError), error
+        assert "is tied, and belongs to unit ''" in str(error), error
+        assert which in str(error), error
+
+
+@pytest.mark.parametrize("which", [*TIED_OTHERWISE, "shards"])
 def test_a_tie_that_cannot_move_is_refused_at_set_up(which: str) -> None:
     for error in run_expecting_error(2, tie_what_cannot_be, which):
         assert isinstance(error, ValueError | RuntimeError), error
