@@ -21,9 +21,10 @@ Found = dict[str, torch.Tensor]
 Script = Callable[[ModuleType, Path], Found]
 
 
-def batch(step: int, microbatch: int = 0) -> torch.Tensor:
-    """This rank's tokens."""
-    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + 10 * step + microbatch)
+def batch(step: int, microbatch: int = 0, rank: int | None = None) -> torch.Tensor:
+    """A rank's tokens; default, this rank's."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + microbatch)
     return torch.randint(VOCABULARY, (6,), generator=generator)
 
 
@@ -50,9 +51,20 @@ def wrapped(fsdp: ModuleType, model: Stack, **options: Any) -> Any:
     return fsdp.fully_shard(model, **options)
 
 
+class Scaled(Stack):
+    """With a parameter of one row: of several ranks, all but one hold nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 0.1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.scale
+
+
 def plain(fsdp: ModuleType, folder: Path) -> Found:
     """Wrap, optimizer, clip, step."""
-    model = wrapped(fsdp, build(Stack))
+    model = wrapped(fsdp, build(Scaled))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     found: Found = {}
     for step in range(4):
@@ -67,7 +79,7 @@ def plain(fsdp: ModuleType, folder: Path) -> Found:
 
 
 def inf_norm(fsdp: ModuleType, folder: Path) -> Found:
-    """The largest element, with more ranks than rows of some parameters."""
+    """The largest element; of parameters that every rank has some of, for FSDP2 takes no such norm of nothing."""
     model = wrapped(fsdp, build(Stack))
     loss_of(model, batch(0)).backward()
     found = {"norm": full(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=float("inf")))}
