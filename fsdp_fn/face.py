@@ -84,6 +84,7 @@ class ShardedUnit(Unit):
         self._wanted = tuple(spec.requires_grad for spec in layout.tensors)
         self.flow = GradientFlow(state, specs, sum_specs)
         faces = [(i, layout.tensors[i].name, self.parameters[i], specs[i]) for i in self._trainable]
+        self._locals = self._held_locals()
         self.delivery: Delivery = FaceDelivery(self.flow, faces)
         self.changes = Changes(state.main.segments)
         super().__init__(
@@ -117,6 +118,12 @@ class ShardedUnit(Unit):
                 if grad is not None:
                     face.grad = placed_as(grad, spec.like(grad.dtype))
         self._to_adopt = []
+        self._locals = self._held_locals()
+
+    def _held_locals(self) -> list[torch.Tensor]:
+        faces: Sequence[Any] = self.parameters
+        with torch._C.DisableTorchFunctionSubclass():
+            return [face._local_tensor for face in faces]
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module's forward with the full weights in place."""
@@ -202,6 +209,14 @@ class ShardedUnit(Unit):
                 raise RuntimeError(
                     f"{self.label}: parameter {name!r} was replaced or cast after sharding, so the gathers would "
                     "not read it; copy new values into the sharded parameter instead"
+                )
+            local: Any = held
+            # By identity: an address would not tell on a rank that owns no rows, which would then gather alone.
+            if local._local_tensor is not self._locals[index]:
+                raise RuntimeError(
+                    f"{self.label}: the memory of parameter {name!r} was replaced after sharding (to_empty of a module "
+                    "in it, or .data), so the gathers would not read it; call to_empty on the wrapped module, or copy "
+                    "new values into the sharded parameter"
                 )
         grown = self.modules.grown()
         if grown is not None:

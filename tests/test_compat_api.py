@@ -145,3 +145,27 @@ def look_at_a_wrapped_module() -> None:
 
 def test_a_wrapped_module_has_torchs_name_and_shows_its_weights_when_unsharded() -> None:
     run_distributed(2, look_at_a_wrapped_module)
+
+
+def give_memory_to_a_part() -> None:
+    with torch.device("meta"):
+        model = Stack()
+    compat.fully_shard(model)
+    model.to_empty(device="cpu")
+    model.head.to_empty(device="cpu")
+    with refused(RuntimeError, "the memory of parameter 'weight' was replaced after sharding", "to_empty of a part"):
+        model(torch.arange(3))
+
+
+def test_memory_that_the_gathers_would_not_read_is_refused() -> None:
+    run_distributed(2, give_memory_to_a_part)
+
+
+def wrap_a_tuple() -> None:
+    model = build(Stack)
+    compat.fully_shard((model.blocks[0], model.blocks[1]))
+    assert [isinstance(block, compat.FSDPModule) for block in model.blocks] == [True, True, False]
+
+
+def test_a_tuple_of_modules_is_wrapped_as_a_list_is() -> None:
+    run_distributed(2, wrap_a_tuple)

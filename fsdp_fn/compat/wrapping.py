@@ -27,7 +27,7 @@ from fsdp_fn.units import device_type_of
 
 
 def fully_shard(
-    module: nn.Module | list[nn.Module],
+    module: nn.Module | list[nn.Module] | tuple[nn.Module, ...],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -45,7 +45,7 @@ def fully_shard(
 
     Raises NotImplementedError for what is not served; otherwise as :func:`fsdp_fn.fully_shard`.
     """
-    modules = module if isinstance(module, list) else [module]
+    modules = list(module) if isinstance(module, list | tuple) else [module]
     mesh = default_mesh(_device_type(modules)) if mesh is None else mesh
     strategy, precision = _strategy(mesh, dp_mesh_dims), _precision(mp_policy)
     policy = SchedulePolicy(
