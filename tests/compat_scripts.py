@@ -121,6 +121,23 @@ def hsdp(fsdp: ModuleType, folder: Path) -> Found:
     return found | weights(model)
 
 
+def hsdp_without_sync(fsdp: ModuleType, folder: Path) -> Found:
+    """Replicas of shards in mixed precision, without any sync until the last microbatch; a group kept after forward."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    policy = fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    model = wrapped(fsdp, build(Stack), mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    found: Found = {}
+    for step in range(3):
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(microbatch == 1)
+            loss_of(model, batch(step, microbatch)).backward()
+        found |= {f"{name} {step}": value for name, value in gradients(model).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | weights(model)
+
+
 def accumulation(fsdp: ModuleType, folder: Path) -> Found:
     """Without sync until the last microbatch, weights kept in between."""
     model = wrapped(fsdp, build(Stack))
@@ -405,7 +422,7 @@ SCRIPTS: dict[str, Script] = {
         failure,
     )
 }
-TWO_AXES: dict[str, Script] = {"hsdp": hsdp}
+TWO_AXES: dict[str, Script] = {script.__name__: script for script in (hsdp, hsdp_without_sync)}
 
 
 def same(found: Found, expected: Found) -> None:

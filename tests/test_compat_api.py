@@ -161,6 +161,39 @@ def test_memory_that_the_gathers_would_not_read_is_refused() -> None:
     run_distributed(2, give_memory_to_a_part)
 
 
+def give_memory_in_odd_ways() -> None:
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            model = Stack()
+        for block in model.blocks:
+            compat.fully_shard(block)
+        return compat.fully_shard(model)
+
+    model = on_meta()
+    model.blocks[0].to_empty(device="cpu")
+    with refused(RuntimeError, "the root unit was wrapped on the meta device", "a part has memory"):
+        model(torch.arange(3))
+    model.to_empty(device="cpu")
+    model.to_empty(device="cpu")
+    model.load_state_dict(compat.fully_shard(build(Stack)).state_dict(), assign=True)
+    torch.testing.assert_close(model(torch.arange(3)), build(Stack)(torch.arange(3)))
+    with refused(TypeError, "to_empty.*on 'cpu'|cannot change sharded weights", "another device"):
+        model.to_empty(device="meta")
+    with refused(TypeError, "cannot change sharded weights", "half"):
+        model.half()
+    with refused(ValueError, "assign=True", "assign from above"):
+        nn.Sequential(model).load_state_dict(nn.Sequential(model).state_dict(), assign=True)
+    each = on_meta()
+    for module in each.modules():
+        if isinstance(module, compat.FSDPModule):
+            module.to_empty(device="cpu", recurse=False)
+    each(torch.arange(3))
+
+
+def test_memory_may_be_given_part_by_part_and_again() -> None:
+    run_distributed(2, give_memory_in_odd_ways)
+
+
 def wrap_a_tuple() -> None:
     model = build(Stack)
     compat.fully_shard((model.blocks[0], model.blocks[1]))

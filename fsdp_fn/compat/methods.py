@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from typing import Any, NoReturn, cast
 
 import torch
@@ -26,12 +27,24 @@ AUTO = "_fsdp_reshards_unless_root"
 """Attribute of a module whose ``reshard_after_forward`` was left open: the root keeps, the others reshard."""
 GROUP = "_fsdp_group"
 """Attribute of modules that were wrapped as one list: all of them, weakly."""
-AWAITS = "_fsdp_awaits_values"
-"""Attribute of a module that was wrapped on meta, until its values come: by ``to_empty`` and init, or by a load."""
+META = "_fsdp_wrapped_on_meta"
+"""Attribute of a module that was wrapped on meta: its :class:`Memory`."""
 _AHEAD = "_fsdp_forward_prefetch"
 
 
-_ASSIGN = "assign_to_params_buffers"
+class Memory(Enum):
+    """Whether a script has asked for memory yet, by ``to_empty`` or by a load."""
+
+    AWAITED = "awaited"
+    GIVEN = "given"
+
+
+def _gives_memory(fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether ``fn``, as ``nn.Module._apply`` gets it, is ``to_empty``'s: what else moves cannot read from meta."""
+    try:
+        return not fn(torch.empty(1, device="meta")).is_meta
+    except NotImplementedError:
+        return False
 
 
 def with_summed(names: Sequence[str | None], *, reduced_inside: bool) -> Strategy:
@@ -58,7 +71,7 @@ class FSDPModule(FsdpModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, gathered; modules that it was told to gather ahead follow."""
         unit = self._fsdp_unit
-        if self.__dict__.get(AWAITS):
+        if self.__dict__.get(META) is Memory.AWAITED:
             raise RuntimeError(
                 f"{unit.label} was wrapped on the meta device and has no values yet: call to_empty(device=…) on the "
                 "model and initialise it, or load a state dict"
@@ -82,25 +95,28 @@ class FSDPModule(FsdpModule):
         return result
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, {**local_metadata, _ASSIGN: False}, *rest)
-        self.__dict__[AWAITS] = False
+        """As for any wrapped module: ``assign=True`` is refused where it comes from a module above."""
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        if self.__dict__.get(META) is Memory.AWAITED:
+            self.__dict__[META] = Memory.GIVEN
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """``.to()`` and the like, as for any wrapped module; and ``to_empty`` of one that was wrapped on meta.
 
-        Its shards have memory already; what is not on meta would refuse it.
+        Its shards have memory already, and keep what is in it.
         """
-        if not any(module.__dict__.get(AWAITS) for module in self._wrapped(recurse=True)):
+        if not all(module.__dict__.get(META) for module in self._wrapped(recurse)) or not _gives_memory(fn):
             return super()._apply(fn, recurse)
         device, wanted = fn(torch.empty(1, device="meta")).device, self._fsdp_unit.setting.device
         if device.type != wanted.type:
             raise TypeError(f"{self._fsdp_unit.label}: to_empty(device={str(device)!r}), but its mesh is on {wanted}")
-        self._have_values()
+        self._have_values(recurse)
         return self
 
-    def _have_values(self) -> None:
-        for module in self._wrapped(recurse=True):
-            module.__dict__[AWAITS] = False
+    def _have_values(self, recurse: bool = True) -> None:
+        for module in self._wrapped(recurse):
+            if module.__dict__.get(META):
+                module.__dict__[META] = Memory.GIVEN
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's weights and have it hold them, as plain tensors to be read; its next forward uses them.

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_fn
-from fsdp_fn.compat.methods import AUTO, AWAITS, GROUP, FSDPModule, with_summed
+from fsdp_fn.compat.methods import AUTO, GROUP, META, FSDPModule, Memory, with_summed
 from fsdp_fn.groups import default_mesh, mesh_device
 from fsdp_fn.module import FsdpModule
 from fsdp_fn.placement import Strategy
@@ -69,7 +69,8 @@ def fully_shard(
         )
         one.__class__ = _compat_class(cast(Any, type(one)))
         one.__dict__[AUTO] = reshard_after_forward is None
-        one.__dict__[AWAITS] = on_meta
+        if on_meta:
+            one.__dict__[META] = Memory.AWAITED
     if len(modules) > 1:
         group = tuple(weakref.ref(one) for one in modules)
         for one in modules:
