@@ -302,9 +302,10 @@ def same_to_the_bit(draw: Draw) -> bool:
         for branch in branches
         for call in branch.calls
     )
-    # A weight is stored by rows here, which other kernels multiply than those for a transposed one.
+    # A weight is stored by rows here, which other kernels multiply than those for a transposed one; and a recurrent
+    # layer's kernels round by where its weights lie.
     apart = all(
-        isinstance(node, BranchSpec) or (isinstance(node, LeafSpec) and node.body != "transposed")
+        isinstance(node, BranchSpec) or (isinstance(node, LeafSpec) and node.body not in ("transposed", "recurrent"))
         for node in nodes(draw.model.trunk)
     )
     divided = draw.sharding.grad_divisor in (1.0, 2.0)
