@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from models import VOCABULARY, WIDTH, Block, Stack, build
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 Found = dict[str, torch.Tensor]
@@ -105,55 +105,48 @@ def mixed_precision(fsdp: ModuleType, folder: Path) -> Found:
     return found | weights(model)
 
 
-def hsdp(fsdp: ModuleType, folder: Path) -> Found:
-    """Replicas of shards, accumulation that all-reduces on the last microbatch alone."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    model = wrapped(fsdp, build(Stack), mesh=mesh)
+def accumulated(model: Any, microbatches: int, tell: Callable[[bool], None]) -> Found:
+    """Three steps of AdamW; ``tell`` is called before each microbatch, with whether it is a step's last."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     found: Found = {}
     for step in range(3):
-        for microbatch in range(3):
-            model.set_requires_all_reduce(microbatch == 2)
+        for microbatch in range(microbatches):
+            tell(microbatch == microbatches - 1)
             loss_of(model, batch(step, microbatch)).backward()
         found |= {f"{name} {step}": value for name, value in gradients(model).items()}
         optimizer.step()
         optimizer.zero_grad()
     return found | weights(model)
+
+
+def replicas_of_shards() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+
+
+def hsdp(fsdp: ModuleType, folder: Path) -> Found:
+    """Replicas of shards, accumulation that all-reduces on the last microbatch alone."""
+    model = wrapped(fsdp, build(Stack), mesh=replicas_of_shards())
+    return accumulated(model, 3, model.set_requires_all_reduce)
 
 
 def hsdp_without_sync(fsdp: ModuleType, folder: Path) -> Found:
-    """Replicas of shards in mixed precision, without any sync until the last microbatch; a group kept after forward."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    """Replicas of shards, reduced in fp64, without any sync until the last microbatch; weights kept after forward."""
     policy = fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    mesh = replicas_of_shards()
     model = wrapped(fsdp, build(Stack), mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    found: Found = {}
-    for step in range(3):
-        for microbatch in range(2):
-            model.set_requires_gradient_sync(microbatch == 1)
-            loss_of(model, batch(step, microbatch)).backward()
-        found |= {f"{name} {step}": value for name, value in gradients(model).items()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return found | weights(model)
+    return accumulated(model, 2, model.set_requires_gradient_sync)
 
 
 def accumulation(fsdp: ModuleType, folder: Path) -> Found:
     """Without sync until the last microbatch, weights kept in between."""
     model = wrapped(fsdp, build(Stack))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    found: Found = {}
-    for step in range(3):
-        for microbatch in range(3):
-            last = microbatch == 2
-            model.set_is_last_backward(last)
-            model.set_requires_gradient_sync(last)
-            model.set_reshard_after_backward(last)
-            loss_of(model, batch(step, microbatch)).backward()
-        found |= {f"{name} {step}": value for name, value in gradients(model).items()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return found | weights(model)
+
+    def tell(last: bool) -> None:
+        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+
+    return accumulated(model, 3, tell)
 
 
 def checkpointed(fsdp: ModuleType, folder: Path) -> Found:
