@@ -12,7 +12,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from fsdp_fn.broadcast import broadcast_values
 from fsdp_fn.escapes import held_parameters
 from fsdp_fn.events import EventLog
 from fsdp_fn.face import Borrowed, ShardedUnit
-from fsdp_fn.groups import axes_of, default_mesh, mesh_device, raise_together
+from fsdp_fn.groups import axes_of, default_mesh, make_together, mesh_device
 from fsdp_fn.holders import hold, holder, name_of_original, note_original
 from fsdp_fn.initialization import BufferValue, Init, Initialization, UnitValues, fill_shards, put_buffers, unit_values
 from fsdp_fn.passes import Bracket, in_backward
@@ -164,31 +164,35 @@ def fully_shard(
     name = type(module).__name__
     mesh = default_mesh(device_type_of(module)) if mesh is None else mesh
     axes, device = axes_of(mesh), mesh_device(mesh)
-    prepared: ShardedUnit | None = None
-    owned = OwnedParameters((), (), (), ())
-    successors: list[tuple[nn.Module, ShardedUnit, ShardedUnit]] = []
-    values = UnitValues((), ())
-    fault: Exception | None = None
-    agreed = ""
-    try:
+
+    def prepare() -> _Prepared:
         first = Initialization(init, broadcast)
         setting = setting_of(mesh, placements, precision, policy, grad_divisor)
         owned, ties, borrowed = _owned(module, name, mesh.device_type, setting, ignored)
         layout = unit_layout(owned, setting, group_of, {id(tie.parameter): tie.spec() for tie in ties})
         state = shard_unit(name, owned.parameters, layout, setting)
-        prepared = ShardedUnit(owned, state, setting, Bracket(setting.policy.release), borrowed)
+        unit = ShardedUnit(owned, state, setting, Bracket(setting.policy.release), borrowed)
         # Last, for making a unit takes memory for full weights as well, and gives it back.
         values = unit_values(owned, module, name, setting, first, _materialised_buffers)
         fill_shards(state, values, owned.parameters)
         agreed = f"{name}: {describe_layout(layout)}; {setting.describe()}; {first.describe(values)}"
-        successors = _without_ties(module, ties)
-    except Exception as error:
-        fault = error
-    raise_together(fault, axes, device, agreed, f"fully_shard({name})")
-    assert prepared is not None
-    buffers = broadcast_values(values, prepared.state, device) if broadcast else values.buffers
-    _commit(module, owned, prepared, successors, buffers)
+        return _Prepared(owned, unit, _without_ties(module, ties), values, agreed)
+
+    prepared = make_together(prepare, axes, device, f"fully_shard({name})", lambda made: made.agreed)
+    values = prepared.values
+    buffers = broadcast_values(values, prepared.unit.state, device) if broadcast else values.buffers
+    _commit(module, prepared.owned, prepared.unit, prepared.successors, buffers)
     return module
+
+
+class _Prepared(NamedTuple):
+    """All that :func:`fully_shard` makes before it changes anything; ``agreed``: what ranks must have in common."""
+
+    owned: OwnedParameters
+    unit: ShardedUnit
+    successors: list[tuple[nn.Module, ShardedUnit, ShardedUnit]]
+    values: UnitValues
+    agreed: str
 
 
 def _nested(module: nn.Module) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from fsdp_fn.delivery import FaceDelivery
 from fsdp_fn.face import Borrowed, ShardedUnit
-from fsdp_fn.groups import raise_together
-from fsdp_fn.layout import TensorSpec
+from fsdp_fn.groups import make_together
+from fsdp_fn.layout import Layout, TensorSpec
 from fsdp_fn.units import OwnedParameters, Setting, describe_layout, plan_unit, shard_unit
 
 
@@ -73,14 +73,14 @@ def lay_out_for_gradients(unit: ShardedUnit) -> ShardedUnit:
     :class:`~fsdp_fn.agreement.RankDivergence` where some ranks do not come. Nothing is changed then.
     """
     unit.agree("the new layout for a changed requires_grad")
-    fault, agreed = None, ""
     every = range(len(unit.parameters))
-    try:
+
+    def plan() -> Layout:
         check_movable(unit)
-        agreed = describe_layout(plan_unit([tensor_spec(unit, index) for index in every], unit.setting))
-    except Exception as error:
-        fault = error
-    raise_together(fault, unit.setting.axes, unit.setting.device, agreed, f"{unit.label}: a changed requires_grad")
+        return plan_unit([tensor_spec(unit, index) for index in every], unit.setting)
+
+    what = f"{unit.label}: a changed requires_grad"
+    make_together(plan, unit.setting.axes, unit.setting.device, what, describe_layout)
     made = successor(unit, every)
     made.adopt()
     return made

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_fn.agreement import AgreedUnit, agreed_unit
 from fsdp_fn.bracket import Slot
 from fsdp_fn.escapes import Top, held_parameters
-from fsdp_fn.groups import axes_of, mesh_device, raise_together, strategy_on
+from fsdp_fn.groups import axes_of, make_together, mesh_device, strategy_on
 from fsdp_fn.layout import Layout, TensorSpec, plan_layout
 from fsdp_fn.placement import (
     Placements,
@@ -356,10 +356,8 @@ def shard_tensors(
     the rank at fault, :class:`~fsdp_fn.groups.RankFault` on the others.
     """
     axes, device = axes_of(mesh), mesh_device(mesh)
-    made: UnitState | None = None
-    fault: Exception | None = None
-    agreed = ""
-    try:
+
+    def make() -> tuple[UnitState, Setting]:
         unknown = [key for key in frozen if key not in tensors]
         if unknown or not tensors:
             raise ValueError(f"unit {name!r}: expected tensors, and frozen names among {list(tensors)}; got {unknown}")
@@ -367,14 +365,12 @@ def shard_tensors(
         owned = OwnedParameters((), tuple(tensors), parameters, ())
         check_parameters(owned, name, mesh.device_type)
         setting = setting_of(mesh, placements, precision, None, grad_divisor)
-        layout = unit_layout(owned, setting)
-        agreed = f"{name}: {describe_layout(layout)}; {setting.describe()}"
-        made = shard_unit(name, parameters, layout, setting)
-    except Exception as error:
-        fault = error
-    raise_together(fault, axes, device, agreed, f"shard_tensors({name!r})")
-    assert made is not None
-    return made
+        return shard_unit(name, parameters, unit_layout(owned, setting), setting), setting
+
+    def describe(made: tuple[UnitState, Setting]) -> str:
+        return f"{name}: {describe_layout(made[0].layout)}; {made[1].describe()}"
+
+    return make_together(make, axes, device, f"shard_tensors({name!r})", describe)[0]
 
 
 def describe_layout(layout: Layout) -> str:
