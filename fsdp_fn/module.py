@@ -296,11 +296,19 @@ def _replace(module: Any, unit: ShardedUnit, made: ShardedUnit) -> None:
 def resettle(module: nn.Module, setting: Setting) -> None:
     """Lay a wrapped module's unit out as another setting of the same mesh says. All its ranks must call, between steps.
 
-    Raises RuntimeError as :func:`~fsdp_fn.relayout.check_movable` does.
+    Raises RuntimeError as :func:`~fsdp_fn.relayout.check_movable` does, ValueError where ranks give other settings,
+    :class:`~fsdp_fn.agreement.RankDivergence` where some do not come.
     """
     unit: ShardedUnit = module._fsdp_unit  # type: ignore[assignment]
-    check_movable(unit)
-    made = successor(unit, range(len(unit.parameters)), setting)
+    unit.agree("the layout for another setting")
+
+    def make() -> ShardedUnit:
+        check_movable(unit)
+        return successor(unit, range(len(unit.parameters)), setting)
+
+    made = make_together(
+        make, setting.axes, setting.device, f"{unit.label}: another setting", lambda _: setting.describe()
+    )
     made.adopt()
     _replace(module, unit, made)
 

@@ -17,7 +17,7 @@ from traffic import Traffic, counted
 import fsdp_fn
 from fsdp_fn import compat
 from fsdp_fn.events import Action
-from harness import run_distributed
+from harness import run_distributed, run_expecting_error
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
@@ -144,6 +144,16 @@ def replicas_reduce_last() -> None:
 
 def test_replicas_all_reduce_with_the_last_microbatch_alone() -> None:
     run_distributed(4, replicas_reduce_last)
+
+
+def divide_by_other_factors() -> None:
+    wrapped(compat, build(Stack)).set_gradient_divide_factor(2.0 + dist.get_rank())
+
+
+def test_ranks_that_divide_by_different_factors_are_told() -> None:
+    for error in run_expecting_error(2, divide_by_other_factors):
+        assert isinstance(error, ValueError), error
+        assert "grad_divisor" in str(error), error
 
 
 def one_unit_holds_back() -> None:
